@@ -1,5 +1,6 @@
 # make train       train a small GPT with sharded optimizer state on the source of the Python standard library, print samples
 #                  and the report card, draw the metrics of the run
+# make check       while you work: the linters, all tests that start no process, and a few that start ranks
 # make test        run the linters and all tests except the slow ones; those of parity a second time, with buckets that travel
 #                  between gloo ranks as they do between GPUs
 # make test-all    run the linters and all tests, also those that take minutes
@@ -18,6 +19,10 @@ TWO_FILES_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 AS_ON_GPU := $(patsubst %,tests/zero/test_%.py,data_parallel master_weights muon hybrid codecs grad_scaler)
 AS_ON_GPU += tests/zero/test_gpt.py::test_ten_steps $(patsubst %,tests/zero/test_any_model.py::test_%,twenty_models every_block)
 INSTALLED := $(VENV)/installed
+CHECKED := test_gpt.py::test_ten_steps[2] test_hybrid.py::test_the_weights_are_those_of_adamw[2-1]
+CHECKED += test_muon.py::test_steps_are_those_of_torchs_optimizers[2] checkpoint/test_any_to_any.py::test_some
+CHECKED += checkpoint/test_kills.py::test_a_kill_inside_a_save_leaves_a_whole_file[True-sharded]
+CHECKED := $(addprefix tests/zero/,$(CHECKED)) tests/run/test_resume.py::test_the_end_of_a_run_is_saved_and_goes_on_bit_for_bit[2-flags0]
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 ifneq ($(filter-out 0 1,$(GPUS)),)
 NPROC ?= $(GPUS)
@@ -26,7 +31,7 @@ NPROC ?= 2
 ON_CPU := --device=cpu --compile=False
 endif
 
-.PHONY: train test test-all test-kills bench-gpu lint install
+.PHONY: train check test test-all test-kills bench-gpu lint install
 
 train: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py config/train_stdlib_char.py \
@@ -34,6 +39,10 @@ train: $(INSTALLED)
 	$(BIN)/python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=2 --max_new_tokens=400
 	@cat out-stdlib-char/report.md
 	$(BIN)/python dashboard.py out-stdlib-char --png=out-stdlib-char/pictures
+
+check: $(INSTALLED) lint
+	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME) -m "not slow and not processes"
+	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME) $(foreach test,$(CHECKED),"$(test)")
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME)

@@ -1,5 +1,6 @@
 """What all tests share: where the project lies, the test data, and a small dataset with runs of train.py on it."""
 
+import inspect
 import os
 import pickle
 import shutil
@@ -13,6 +14,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 os.environ["PYTHONPATH"] = ROOT  # for the processes of tests.ranks
+STARTERS = {"ranks", "scripts", "hosts", "subprocess", "multiprocessing.context", "benchmarks.pretended_gpu"}
 os.environ["OMP_NUM_THREADS"] = "1"  # for torch: two threads of a process wait for each other on busy cores
 
 
@@ -32,13 +34,40 @@ def pytest_configure(config):
         travels["as on a GPU"] = True
 
 
+def _starts_processes(used, seen):
+    """Whether a function or class of the tests starts ranks, scripts or commands, itself or by another that it uses."""
+    if used in seen:
+        return False
+    seen.add(used)
+    functions = [each for each in vars(used).values() if inspect.isfunction(each)] if inspect.isclass(used) else [used]
+    codes = [function.__code__ for function in functions]
+    for code in codes:  # with the functions in it
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    names = {name for code in codes for name in code.co_names}
+    found = [vars(sys.modules[used.__module__]).get(name) for name in names]
+    homes = {each.__name__ if inspect.ismodule(each) else getattr(each, "__module__", type(each).__module__) for each in found}
+    own = [each for each in found if inspect.isfunction(each) or inspect.isclass(each)]
+    return bool((homes | names) & STARTERS) or any(_starts_processes(each, seen) for each in own if _is_of_tests(each))
+
+
+def _is_of_tests(used):
+    return (getattr(sys.modules[used.__module__], "__file__", None) or "").startswith(os.path.join(ROOT, "tests"))
+
+
 def pytest_collection_modifyitems(config, items):
-    """The longest files first, so that no worker is left with one at the end. A slow test says why, and how long it takes."""
+    """The longest files first, so that no worker is left with one at the end. A slow test says why, and how long it takes.
+
+    A test that starts ranks, scripts or commands gets the mark "processes".
+    """
+    for item in items:
+        fixtures = [each.func for defs in item._fixtureinfo.name2fixturedefs.values() for each in defs]
+        own = [each for each in (item.function, *fixtures) if inspect.isfunction(each) and _is_of_tests(each)]
+        if any(_starts_processes(each, set()) for each in own):
+            item.add_marker("processes")
     for mark in (mark for item in items for mark in item.iter_markers("slow")):
         assert (len(mark.args), [*mark.kwargs]) == (1, ["seconds"]), mark
-    if config.getoption("as_on_gpu"):  # the others start no ranks
-        start = {"run_ranks", "run_in_turn", "ranks", "runner", "of_two_ranks"}
-        items[:] = [item for item in items if start & {*item.function.__code__.co_names, *item.fixturenames}]
+    if config.getoption("as_on_gpu"):
+        items[:] = [item for item in items if item.get_closest_marker("processes")]
     longest = "wandb_run", "bench", "prediction", "train", "any_model", "pretended_gpu", "muon", "behaviours"
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in longest)
 

@@ -3,9 +3,9 @@
 import os
 import pty
 import re
-import select
 import termios
 from functools import partial
+from multiprocessing.connection import wait
 
 import faults
 import pytest
@@ -49,8 +49,8 @@ def on_terminal(*line, columns=100):
     termios.tcsetwinsize(end_of_process, (24, columns))
     written = b""
     with Forked(*line, before=partial(faults.write_to, os.ttyname(end_of_process))) as forked:
-        while (is_alive := forked.processes[0].is_alive()) or select.select([terminal], [], [], 0)[0]:
-            if select.select([terminal], [], [], 0.05 * is_alive)[0]:
+        while (is_alive := forked.processes[0].is_alive()) or wait([terminal], 0):
+            if wait([terminal], 0.05 * is_alive):
                 written += os.read(terminal, 1 << 16)
         assert forked.finish().returncode == 0, written.decode()
     os.close(terminal)

@@ -17,6 +17,7 @@ from zero.flags import Flags
 STEPS = 10
 MODES = {
     "adamw": Flags(use_zero1=False),
+    "torch": Flags(zero1_impl="torch"),
     "sharded": Flags(bucket_mb=0.02),
     "gradients": Flags(bucket_mb=0.02, shard_gradients=True),
 }

@@ -91,8 +91,8 @@ weight_decay: NonNegativeFloat = 1e-1  # of matrices and embeddings, as in AdamW
 beta1: BelowOne = 0.9  # decay of AdamW's first moment
 beta2: BelowOne = 0.95  # decay of AdamW's second moment
 grad_clip: NonNegativeFloat = 1.0  # maximum gradient norm; 0.0 disables clipping
-muon_momentum: BelowOne = MOMENTUM  # of the matrices
-max_nonfinite: PositiveInt = 1  # updates in a row skipped for a loss or gradient norm of inf or nan; the last ends the run
+muon_momentum: BelowOne = MOMENTUM  # of Muon's matrices
+max_nonfinite: PositiveInt = 1  # consecutive steps with a loss or norm of inf or nan that end the run; they are skipped
 # learning rate
 decay_lr = True  # False: learning_rate throughout
 schedule: Literal["cosine", "wsd"] = "cosine"  # after the warm-up; wsd: constant, then linear decay to min_lr at the end
@@ -111,7 +111,7 @@ state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # of the moment
 shard_size: NonNegativeInt = 0  # ranks that share the state, such as the GPUs of a machine; 0: all
 # system
 backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
-dist_timeout_s: PositiveFloat = 600.0  # seconds without progress on any rank until the ranks end, with the reason
+dist_timeout_s: PositiveFloat = 600.0  # seconds without progress on any rank; then the run ends and says why
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
 dtype: Dtype = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
 compile = torch.cuda.is_available()  # compile the model block by block with torch.compile

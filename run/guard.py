@@ -23,7 +23,7 @@ class Figures(NamedTuple):
     loss: float  # mean over the ranks
     loss_of_rank: float
     grad_norm: float
-    in_a_row: float  # number of consecutive skipped updates
+    consecutive: float  # number of skipped updates since the last one that was made
     skipped: float  # number of all skipped updates
 
 
@@ -60,10 +60,10 @@ class Guard:
     ) -> None:
         self.optimizer, self.scaler, self.limit, self.alert = optimizer, scaler, limit, alert
         self.failed = False  # whether the run must end without another checkpoint; the same on all ranks
-        self.in_a_row = 0  # number of consecutive skipped updates at the last `report`
+        self.consecutive = 0  # number of consecutive skipped updates at the last `report`
         self._inner = partition(optimizer).inner
         device = optimizer.param_groups[0]["params"][0].device
-        self._in_a_row = self._skipped = torch.zeros((), device=device)  # number of skipped updates: consecutive ones, all
+        self._consecutive = self._skipped = torch.zeros((), device=device)  # number of skipped updates: consecutive ones, all
         self._first = torch.zeros(2, device=device)  # loss and gradient norm of the first skipped update of the latest series
         self._latest = torch.zeros(len(Figures._fields), device=device)
         self._reported = 0  # number of skipped updates that `report` has reported
@@ -77,12 +77,12 @@ class Guard:
         finite = loss.isfinite() if self.scaler.is_enabled() else loss.isfinite() & norm.isfinite()
         sums = torch.stack((loss.float(), (~finite).float()))
         all_reduce(sums)
-        skip = ((sums[1] > 0) | (self._in_a_row >= self.limit)).float()
+        skip = ((sums[1] > 0) | (self._consecutive >= self.limit)).float()
         own = torch.stack((loss.float(), norm.float()))
-        self._first = torch.where(skip > self._in_a_row, own, self._first)
-        self._in_a_row = (self._in_a_row + 1) * skip
+        self._first = torch.where(skip > self._consecutive, own, self._first)
+        self._consecutive = (self._consecutive + 1) * skip
         self._skipped = self._skipped + skip
-        self._latest = torch.stack((sums[0], *own, self._in_a_row, self._skipped))
+        self._latest = torch.stack((sums[0], *own, self._consecutive, self._skipped))
         if self.scaler.is_enabled():
             self.scaler.skip_if(self.optimizer, skip)
         elif self._inner.defaults.get("fused"):
@@ -99,21 +99,21 @@ class Guard:
 
         `reading`: of the figures of this iteration; None: it is the last one.
         """
-        *_, in_a_row, skips = (reading or self.figures()).read()
-        self.in_a_row, skipped = int(in_a_row), int(skips)
+        *_, consecutive, skips = (reading or self.figures()).read()
+        self.consecutive, skipped = int(consecutive), int(skips)
         if self.failed or skipped == self._reported:
             return
-        new_skips, self._reported, self.failed = skipped - self._reported, skipped, self.in_a_row >= self.limit
+        new_skips, self._reported, self.failed = skipped - self._reported, skipped, self.consecutive >= self.limit
         reason = self._reason()
         if not is_rank_0():
             return
         self.alert("Loss or gradients not finite", f"at iteration {iteration}: {reason}", iteration)
         if not self.failed:
             updates = "1 more update was" if new_skips == 1 else f"{new_skips} more updates were"
-            print0(f"WARNING: by iteration {iteration}, {updates} skipped ({self.in_a_row} in a row so far): {reason}")
+            print0(f"WARNING: by iteration {iteration}, {updates} skipped ({self.consecutive} consecutive so far): {reason}")
             return
-        first = iteration - self.in_a_row + 1
-        skipped_ones = f"{self.in_a_row} updates in a row were skipped, and " if self.limit > 1 else ""
+        first = iteration - self.consecutive + 1
+        skipped_ones = f"{self.consecutive} consecutive updates were skipped, and " if self.limit > 1 else ""
         sys.stdout.flush()
         print(
             f"the run ends at iteration {iteration}, not finite since iteration {first}: {reason}; {skipped_ones}"

@@ -144,7 +144,7 @@ class Run:
     def agree(self) -> None:
         """Call first in an iteration: all ranks agree on `must_save` and `must_stop`. A signal or a failure on one counts."""
         position.begin_iteration(self.state.iter_num)
-        is_end = self.state.iter_num > self.config["max_iters"] and not self.guard.in_a_row
+        is_end = self.state.iter_num > self.config["max_iters"] and not self.guard.consecutive
         must_fail = self.checkpoints.report(self.log) or self.guard.failed
         due = Action.FAIL if must_fail else self.checkpoints.due(self.state.iter_num, is_end)
         self._action = self.signals.agree(due)
@@ -221,7 +221,7 @@ class Run:
         self.meter.log_evaluation(self.state.iter_num, losses, lr, seconds, self._tokens())
         if self.checkpoints.read_only:
             return
-        if self.guard.in_a_row or not all(map(math.isfinite, losses.values())):
+        if self.guard.consecutive or not all(map(math.isfinite, losses.values())):
             self.log.warn("not saved: the loss or the last gradients are not finite")
             return
         is_best = losses["val"] < self.state.best_val_loss

@@ -85,7 +85,7 @@ def test_a_skipped_step_leaves_no_trace(trained, kind):
         assert_equal(disturbed[mode]["state"], undisturbed[mode]["state"], mode)
         assert not disturbed[mode]["failed"]
         printed = disturbed[mode]["printed"]
-        assert printed.startswith("WARNING: by iteration 3, 1 more update was skipped (1 in a row so far): "), printed
+        assert printed.startswith("WARNING: by iteration 3, 1 more update was skipped (1 consecutive so far): "), printed
         assert printed.count("\n") == 1
         assert ("the loss of rank 1 is nan" in printed) == (kind == "loss")
         assert not others[mode]["printed"] + undisturbed[mode]["printed"]
@@ -103,7 +103,7 @@ def test_nothing_moves_until_the_host_looks(trained):
         assert not others[mode]["printed"]
 
 
-def test_the_limit_counts_skips_in_a_row_and_each_is_an_alert(capsys):
+def test_the_limit_counts_consecutive_skips_and_each_is_an_alert(capsys):
     model, alerts = torch.nn.Linear(2, 1), []
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     guard = Guard(optimizer, OFF, 3, lambda *alert: alerts.append(alert))
@@ -120,7 +120,7 @@ def test_the_limit_counts_skips_in_a_row_and_each_is_an_alert(capsys):
     printed = capsys.readouterr()
     assert printed.out.count("WARNING: by iteration ") == 4
     assert printed.err.startswith(
-        "the run ends at iteration 6, not finite since iteration 4: the loss of rank 0 is inf; 3 updates"
+        "the run ends at iteration 6, not finite since iteration 4: the loss of rank 0 is inf; 3 consecutive updates"
     )
 
 
@@ -228,6 +228,6 @@ def test_nothing_is_saved_while_updates_are_skipped(data, tmp_path):
         *("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=5", "--max_nonfinite=10"),
         before=faults.infinite_norm,
     ).succeeded()
-    assert "by iteration 4, 1 more update was skipped (5 in a row so far): the gradient norm is inf" in process.stdout
+    assert "by iteration 4, 1 more update was skipped (5 consecutive so far): the gradient norm is inf" in process.stdout
     assert "WARNING: not saved" in process.stdout
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "report.md", "run.json", "run.lock"]

@@ -76,7 +76,7 @@ def test_the_shadow_skips_the_updates_that_the_run_skips(data, tmp_path, dtype):
     """Each decides for itself."""
     flags = *UNCLIPPED, "--gradient_accumulation_steps=6", "--max_nonfinite=10", f"--dtype={dtype}", "--shadow_check=4"
     _, _, printed = train(tmp_path, data, *flags, ranks=2, run=partial(run, before=faults.nan_loss_on_rank_0))
-    assert "by iteration 1, 1 more update was skipped (1 in a row so far): the loss of rank 0 is nan" in printed
+    assert "by iteration 1, 1 more update was skipped (1 consecutive so far): the loss of rank 0 is nan" in printed
     assert EXACT in verdict(printed)
 
 

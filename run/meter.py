@@ -172,10 +172,10 @@ class Meter:
         computed = "forward", "backward", "clip", "update", "memory", *(["data"] if self.device.type == "cpu" else [])
         computed_ms = sum(phases[name] for name in computed) - sum(waited.values())  # without waits for other ranks
         memory = self.memory.take()
-        own = [loss, computed_ms, self.memory.held_before_step, *memory.values()]
-        losses, times, held, *by_figure = zip(*gather_objects(own), strict=True)  # each: one number per rank
-        figures = zip(memory, by_figure, strict=True)
-        values_of = {name: values for name, values in figures if name.endswith("_mb") or any(values)}  # no counters at 0
+        by_rank = gather_objects((loss, computed_ms, self.memory.held_before_step, memory))
+        losses, times, held, memories = ([of_rank[place] for of_rank in by_rank] for place in range(4))
+        values_of = {name: [of_rank[name] for of_rank in memories] for name in memory}
+        values_of = {name: values for name, values in values_of.items() if name.endswith("_mb") or any(values)}  # no 0 counters
         event = {f"memory/{name}": max(values) for name, values in values_of.items()}
         event["memory/predicted_mb"] = self.memory_check.forecast.peak / 1e6
         if len(losses) > 1:  # there are ranks to compare

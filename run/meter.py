@@ -150,7 +150,7 @@ class Meter:
         return log
 
     def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float, seconds: float, tokens: int) -> None:
-        """Log the losses by split of an evaluation, which ran before this iteration. `tokens`: see `log_iteration`."""
+        """Log the losses by split of an evaluation, which ran before this iteration. `tokens`: see `end_iteration`."""
         bytes_per_token = self.log.summary.facts["val_bytes_per_token"]
         bits = {"val/bits_per_byte": losses["val"] / math.log(2) / bytes_per_token} if bytes_per_token else {}
         event = {

@@ -84,7 +84,7 @@ device = "auto"  # 'cpu', 'cuda'; auto: cuda if available, otherwise cpu
 dtype: Dtype = "auto"  # of the computation; auto: best on GPU, float32 on CPU
 seed: Seed = 1337
 with redirect_stdout(None) if pretended_gpu.is_preloaded() else nullcontext():  # the process that started this one has printed
-    config = configure(globals(), meets=True)
+    config = configure(globals(), connects=True)
 # -----------------------------------------------------------------------------
 DEFAULT_MODES = {
     # on one machine, hybrid is the same as sharded; no_overlap takes as much memory
@@ -130,10 +130,11 @@ with exit_on_wrong_input():
     if on_pretended_gpu and not pretended_gpu.is_preloaded():
         sys.exit(pretended_gpu.run_preloaded(sys.argv).returncode)
     if on_pretended_gpu:
-        used, precision = pretended_gpu.DEVICE, machine.resolve_dtype(dtype, "float32", "bfloat16")
+        chosen, precision = str(pretended_gpu.DEVICE), machine.resolve_dtype(dtype, "float32", "bfloat16")
     else:
         chosen, precision = machine.resolve(device, dtype)
-        used = torch.device(chosen) if worlds else start(launch, chosen)
+with exit_on_wrong_input():
+    used = torch.device(chosen) if worlds else start(launch, chosen)
     setup = Setup(gpt, batch_size, used, precision, bucket_mb, grad_clip, activation_checkpointing, seed, options.shard_size)
     where, title = "pretended GPU" if on_pretended_gpu else machine.device_name(used), model or f"{n_layer}x{n_embd}"
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"

@@ -39,7 +39,7 @@ import torch
 
 from distributed.exits import exit_on_wrong_input
 from distributed.launch import launched
-from distributed.rendezvous import meet
+from distributed.rendezvous import connect
 from forecast import modes
 from zero import flags
 
@@ -84,7 +84,7 @@ class Setting(NamedTuple):
 
 
 @exit_on_wrong_input()
-def configure(settings: dict[str, Any], argv: list[str] | None = None, meets: bool = False) -> dict[str, Any]:
+def configure(settings: dict[str, Any], argv: list[str] | None = None, connects: bool = False) -> dict[str, Any]:
     """Override `settings` in place with the config files and `--key=value` arguments of `argv`, from left to right.
 
     Rank 0 prints the settings that changed. Wrong input ends the process with exit code 2. Return the settings by name, without
@@ -93,15 +93,16 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None, meets: bo
     Args:
         settings: the globals of the script.
         argv: command-line arguments; None: sys.argv[1:].
-        meets: whether the ranks of torchrun meet first, so that they end together.
+        connects: whether the ranks of torchrun start their process group first, so that they end together.
     """
     launch = launched()
-    if meets:
-        meet(launch)
+    argv = sys.argv[1:] if argv is None else argv
+    if connects and not {"-h", "--help"} & {*argv}:
+        connect(launch)
     known = _declared(settings)
     config = {key: setting.default for key, setting in known.items()}
     files: dict[str, str] = {}  # of settings whose values are from a file
-    for argument in sys.argv[1:] if argv is None else argv:
+    for argument in argv:
         if argument.startswith("--") and "=" in argument:
             key, text = argument[2:].split("=", 1)
             value = _parsed(text, known[key].type) if key in known else text
@@ -254,7 +255,7 @@ def _parsed(text: str, wanted: type[Any]) -> Any:
 def _checked(key: str, value: Any, known: dict[str, Setting], where: str) -> Any:
     """Return `value` with the type of the setting `key`: an int becomes a float where needed.
 
-    An unknown setting or another wrong type ends the process.
+    Raise ValueError for an unknown setting or another wrong type.
     """
     if key not in known:
         near = [name for name in known if key == "".join(word[0] for word in name.split("_"))]  # lr: learning_rate

@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import sys
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from charts import workspace
@@ -54,12 +55,10 @@ def read_metrics(out_dir: str) -> dict[str, Points]:
 
 def read_facts(out_dir: str) -> dict[str, Any]:
     """Return what run.json holds, or nothing if it cannot be read."""
-    try:
-        with open(os.path.join(out_dir, FACTS), "rb") as file:
-            facts = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
+    with suppress(OSError, ValueError, RecursionError), open(os.path.join(out_dir, FACTS), "rb") as file:
+        if isinstance(facts := json.load(file), dict):
+            return facts
+    return {}
 
 
 def state_of(out_dir: str, facts: dict[str, Any]) -> str:

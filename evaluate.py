@@ -52,7 +52,7 @@ batch_size: PositiveInt = 8  # at a time on a rank: sequences, or examples with 
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
 dtype: Dtype = "auto"  # auto: best on GPU, float32 on CPU
 wandb_log = False  # add the results to the summary of the run in wandb
-config = configure(globals(), meets=True)
+config = configure(globals(), connects=True)
 # -----------------------------------------------------------------------------
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -155,6 +155,7 @@ def record(checkpoint: dict[str, Any], results: dict[str, float]) -> None:
 launch = launched()
 with exit_on_wrong_input():
     device_name, compute_dtype = machine.resolve(device, dtype)
+with exit_on_wrong_input():
     compare_settings(config, device_name, compute_dtype)
     own_device = start(launch, device_name)
 autocast, progress = machine.autocast(own_device, compute_dtype), Progress(0, launch.rank)

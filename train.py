@@ -118,7 +118,7 @@ compile = torch.cuda.is_available()  # compile the model block by block with tor
 seed: Seed = 1337  # of the first weights, the batches and dropout
 shadow_check: NonNegativeInt = 0  # iterations of a copy trained without sharding, to compare the weights; 0: off
 profile = False  # after a few iterations, write traces of time and memory to out_dir/profile
-config = configure(globals(), meets=True)
+config = configure(globals(), connects=True)
 # -----------------------------------------------------------------------------
 
 # ranks and devices
@@ -127,6 +127,7 @@ rank, world_size = launch.rank, launch.world_size
 # Every rank runs every line, and print0 prints on rank 0: a collective must never be in code that only some ranks run.
 with exit_on_wrong_input():
     device_name, compute_dtype = machine.resolve(device, dtype, param_dtype)
+with exit_on_wrong_input():
     compare_settings(config, device_name, compute_dtype)
     check_combinations(config, world_size)
     own_device = start(launch, device_name, backend, dist_timeout_s)
@@ -209,7 +210,7 @@ def estimate_loss():
 
 
 def evaluate(lr):
-    """Log the losses, of which the run may take a checkpoint or end. Needs to be called on all ranks."""
+    """Log the losses, after which `run.must_save` and `run.must_stop` may be true. Needs to be called on all ranks."""
     with run.aside("evaluation"):
         begin = time.perf_counter()
         losses = estimate_loss()

@@ -21,9 +21,8 @@ def training_rows(setup: Setup, modes: list[str], data: Dataset, steps: int) -> 
     """
     rows: list[dict[str, Any]] = []
     for mode in modes:
-        peak = max(
-            points["peak"]["total"] for points in gather_objects(MemoryProfile(setup, MODES[mode]).measure(can_save=False))
-        )
+        by_rank = gather_objects(MemoryProfile(setup, MODES[mode]).measure(can_save=False))
+        peak = max(points["peak"]["total"] for points in by_rank)
         free_unused_memory()
         rows.append({"mode": mode, "peak": peak, "losses": _losses(setup, mode, data, steps)})
     first = rows[0]

@@ -157,9 +157,7 @@ def _lines(path: str) -> Iterator[str]:
             try:
                 text = json.loads(line)["text"] if is_json else line
             except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
-                raise DataError(
-                    f'{path} line {number} is no JSON object with a "text" key; write one object per line'
-                ) from error
+                raise DataError(f'{path} line {number} is no JSON object with a "text" key; write one per line') from error
             yield _checked(text, f"{path} line {number}")
 
 

@@ -7,6 +7,7 @@ import pickle
 import re
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -157,9 +158,8 @@ def gpt2_encoding(download: bool = True) -> "tiktoken.Encoding":
 
 def _gpt2_codec() -> Codec:
     encoding = gpt2_encoding()
-    return Codec(
-        lambda text: encoding.encode(text, allowed_special={"<|endoftext|>"}), encoding.decode, range(encoding.n_vocab)
-    )
+    encode = partial(encoding.encode, allowed_special={"<|endoftext|>"})
+    return Codec(encode, encoding.decode, range(encoding.n_vocab))
 
 
 def texts_of(meta: dict[str, Any]) -> dict[int, str | bytes]:

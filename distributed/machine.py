@@ -5,7 +5,7 @@ import platform
 import re
 import subprocess
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,11 +132,8 @@ def device_name(device: torch.device) -> str:
     """Return the product name of the GPU, or of the processor if the system reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-        if names:
-            return names[0]
+    with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     return platform.processor() or platform.machine()
 
 
@@ -230,7 +227,6 @@ def _git_commit() -> str | None:
     """Return the commit of this code, with "-dirty" if files have changed since, or None if it is not a git checkout."""
     folder = os.path.dirname(os.path.abspath(__file__))
     command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return None

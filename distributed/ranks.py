@@ -27,7 +27,7 @@ _BACKSTOP_S = 60.0  # collectives time out later than the watchdog, whose messag
 
 
 def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float = 600.0) -> torch.device:
-    """Choose the device of this rank and the backend of the process group. Needs to be called on all ranks, after `meet`.
+    """Choose the device of this rank and the backend of the process group. Needs to be called on all ranks, after `connect`.
 
     Args:
         launch: what `launched` returned.
@@ -59,7 +59,6 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
         return torch.device(device)
     # hybrid sharding has three communicators in flight: NCCL (2.26) keeps their order, which excludes deadlocks
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    _meeting = dist.group.WORLD  # keeps the connections of gloo until all ranks have left it
     store = distributed_c10d._get_default_store()
     dist.destroy_process_group()
     store, own_device = dist.PrefixStore("nccl", store), torch.device(device)
@@ -114,10 +113,14 @@ def all_reduce(value: torch.Tensor) -> None:
 
 
 def _has_each_rank_a_gpu(device: str) -> bool:
-    """Return whether every rank has its own GPU, as NCCL compares them: by machine and PCI address, the same for MIG's slices.
+    """Return whether every rank has its own GPU, as NCCL compares them: by host and PCI address, the same for MIG's slices.
 
     A rank may see all GPUs of its machine, or only its own.
     """
     card: Any = torch.cuda.get_device_properties(device)
-    gpus = gather_objects((socket.gethostname(), card.pci_domain_id, card.pci_bus_id, card.pci_device_id))
+    with open("/proc/sys/kernel/random/boot_id") as file:  # hosts may have the same name
+        host = socket.gethostname(), file.read()
+    gpus = gather_objects((host, card.pci_domain_id, card.pci_bus_id, card.pci_device_id))
+    if len(set(gpus)) < len(gpus):
+        print0("note: ranks share a GPU, which NCCL refuses: they communicate with gloo, which is slower")
     return len(set(gpus)) == len(gpus)

@@ -20,7 +20,7 @@ from distributed.launch import Launch
 _MEETING_S = 600.0  # seconds within which all ranks must start
 
 
-def meet(launch: Launch) -> None:
+def connect(launch: Launch) -> None:
     """Start a process group of gloo, through which the ranks agree until `ranks.start` chooses the backend of the training.
 
     Needs to be called on all ranks. A single process has none.
@@ -83,19 +83,21 @@ def choose_interface(store: dist.Store, rank: int, world_size: int, is_one_machi
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return
-    try:
-        import psutil
-    except ImportError as error:
-        raise ImportError(f"several machines need psutil ({error}); pip install psutil") from error
     address = _own_address(os.environ["MASTER_ADDR"])
     store.set(f"address of rank {rank}", address)
     addresses = [found.decode() for found in store.multi_get([f"address of rank {r}" for r in range(world_size)])]
     outside = [found for found in addresses if found and not ipaddress.ip_address(found).is_loopback]
     if address not in outside and outside:
         address = _own_address(outside[0])
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        import psutil
+    except ImportError as error:
+        raise ImportError(f"several machines need psutil ({error}); pip install psutil") from error
     for name, found in psutil.net_if_addrs().items():
         if address in [each.address.partition("%")[0] for each in found]:  # of IPv6 without its zone
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def _own_address(peer: str) -> str:

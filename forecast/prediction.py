@@ -211,10 +211,8 @@ class Prediction:
     @cached_property
     def master(self) -> int:
         """Bytes of the masters of the owned slices."""
-        with_masters = [each for each in self._own_shards if each[0].has_masters]
-        return sum(
-            len(shard) * (2 if buffer.has_remainders else buffer.update_dtype.itemsize) for buffer, shard in with_masters
-        )
+        held = [(buffer, shard) for buffer, shard in self._own_shards if buffer.has_masters]
+        return sum(len(shard) * (2 if buffer.has_remainders else buffer.update_dtype.itemsize) for buffer, shard in held)
 
     @cached_property
     def _own_shards(self) -> list[tuple[BufferPlan, range]]:

@@ -83,7 +83,7 @@ class Checkpoints:
         self._settings, self.folder = settings, settings["out_dir"]
         self.always, self.read_only = settings["always_save_checkpoint"], settings["eval_only"]
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
-        self._newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
+        self.newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
         self._lock: Lock | None = None  # on rank 0
         self.loaded_from = ""  # path of the checkpoint from which the run resumes
         self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
@@ -117,7 +117,7 @@ class Checkpoints:
         self.loaded_from = os.path.join(self.folder, os.path.basename(found))  # each host may have another folder
         checkpoint = ckpt.load_on_all_ranks(self.loaded_from)
         check_trainable(checkpoint, self.loaded_from)
-        self._newest = checkpoint["iter_num"]
+        self.newest = checkpoint["iter_num"]
         return checkpoint
 
     def restore(self, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ class Checkpoints:
     def begin_save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `report` prints the result. See `CheckpointWriter.write`."""
         print0(f"saving checkpoint to {self.folder}")
-        self._newest = values["iter_num"]
+        self.newest = values["iter_num"]
         begin = time.perf_counter()
         with position.at("saving the checkpoint", patient=True):
             self._writer.write(model, optimizer, values)
@@ -158,7 +158,7 @@ class Checkpoints:
 
         Without `always`, the newest checkpoint is the best one: it is kept, and the end is saved only if there is none.
         """
-        is_due = self._newest is None or (self.always and self._newest != iteration)
+        is_due = self.newest is None or (self.always and self.newest != iteration)
         return Action.SAVE if is_end and is_due else Action.CONTINUE
 
     def report(self, log: Logger, required: bool = False) -> bool:

@@ -40,7 +40,7 @@ class Run:
     """Calls its watchers in order at each moment of a run. No watcher uses another one, unless its constructor takes it.
 
     A GPU computes while the host goes on. The host reads the figures of an iteration when it has given the next forward to the
-    GPU, or earlier if something else is to be logged.
+    GPU, or before an evaluation, a sample or a save.
 
     Construct it, and call every method, on all ranks.
 
@@ -67,7 +67,7 @@ class Run:
         self._reads_later = device.type == "cuda" and not config["shadow_check"]  # shadow_check waits in every iteration
         # of the last iteration: its number, its figures, and what logs its metrics
         self._unread: tuple[int, Reading, Callable[[], None] | None] | None = None
-        self._action = Action.CONTINUE  # of all ranks, at the end of the last iteration
+        self._action = Action.CONTINUE  # of all ranks, as the iteration begins, or after its evaluation
         self._reached = False  # whether the last evaluation has reached `stop_at_val_loss`
 
     # -- set-up --------------------------------------------------------------------------------------------------------
@@ -100,6 +100,7 @@ class Run:
         self.first_iter = state.iter_num
         will_train = not config["eval_only"] and state.iter_num <= config["max_iters"]
         with self.stage("starting the log"):
+            of_machine = environment(self.device)  # needs all ranks, as the next line does, so they come first
             self.checkpoints.claim()
             interval = config["sample_interval"] if will_train else 0
             self.sampler = Sampler(interval, raw_model, data.meta, autocast, config["seed"])
@@ -111,7 +112,7 @@ class Run:
                 "train_tokens": len(data.tokens["train"]),
                 "val_bytes_per_token": data.bytes_per_token("val") if self.launch.rank == 0 else None,
                 "dtype": self.dtype,
-                **environment(self.device),
+                **of_machine,
                 **{key: value for key, value in asdict(raw_model.config).items() if key in config},  # perhaps the checkpoint's
             }
             resume_at = state.iter_num if self.checkpoints.loaded_from else None
@@ -143,16 +144,17 @@ class Run:
 
     def agree(self) -> None:
         """Call first in an iteration: all ranks agree on `must_save` and `must_stop`. A signal or a failure on one counts."""
-        position.begin_iteration(self.state.iter_num)
         is_end = self.state.iter_num > self.config["max_iters"] and not self.guard.consecutive
         must_fail = self.checkpoints.report(self.log) or self.guard.failed
         due = Action.FAIL if must_fail else self.checkpoints.due(self.state.iter_num, is_end)
         self._action = self.signals.agree(due)
+        position.begin_iteration(self.state.iter_num)
 
     @property
     def must_save(self) -> bool:
         """Whether a checkpoint is due before this iteration: at the end, because of a signal or of an evaluation."""
-        return self._action in (Action.SAVE, Action.SAVE_AND_STOP) and not self.checkpoints.read_only
+        is_saved = self.checkpoints.read_only or self.checkpoints.newest == self.state.iter_num
+        return self._action in (Action.SAVE, Action.SAVE_AND_STOP) and not is_saved
 
     @property
     def must_stop(self) -> bool:
@@ -222,7 +224,7 @@ class Run:
         if self.checkpoints.read_only:
             return
         if self.guard.consecutive or not all(map(math.isfinite, losses.values())):
-            self.log.warn("not saved: the loss or the last gradients are not finite")
+            self.log.warn("not saved for this evaluation: the loss or the last gradients are not finite")
             return
         is_best = losses["val"] < self.state.best_val_loss
         self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])

@@ -5,6 +5,7 @@ import fcntl
 import os
 import socket
 import time
+from contextlib import suppress
 
 NAME = "run.lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by network file systems without locks
@@ -15,24 +16,21 @@ def is_held(folder: str) -> bool | None:
 
     On another machine than that of the run, a lock that looks free does not tell either: not every file system shares locks.
     """
-    try:
-        with open(os.path.join(folder, NAME)) as file:
-            holder = file.read()
+    with suppress(OSError), open(os.path.join(folder, NAME)) as file:
+        holder = file.read()
+        try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the file is closed; a run that starts now tries again
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    return False if f" on {socket.gethostname()}," in holder else None
+        except BlockingIOError:
+            return True
+        return False if f" on {socket.gethostname()}," in holder else None
+    return None
 
 
 def read_holder(folder: str) -> str:
     """Return the text of the last lock on a folder: process, host and time; '' if it cannot be read."""
-    try:
-        with open(os.path.join(folder, NAME)) as file:
-            return file.read().strip()
-    except OSError:  # the caller may be one of several ranks, which must continue together
-        return ""
+    with suppress(OSError), open(os.path.join(folder, NAME)) as file:
+        return file.read().strip()
+    return ""
 
 
 class Lock:

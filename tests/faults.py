@@ -63,6 +63,14 @@ def without_module(name):
     sys.modules[name] = None
 
 
+def no_vocabulary():
+    from run import sampling
+
+    @around(sampling, "load_codec")
+    def load_codec(original, *_):
+        raise sampling.DataError("there is no network")
+
+
 def another_source_file():
     from run import rank_checks
 

@@ -61,11 +61,21 @@ def test_mistakes_end_at_once_on_all_ranks(data, tmp_path, mistake):
     assert not re.search(rf'File "{ROOT}/[^.]', process.stderr), "no traceback but torchrun's own, which may lie in ROOT/.venv"
 
 
-def test_a_mistake_of_one_rank_is_told_once(data, tmp_path):
-    """Before the ranks have met, and by rank 0 alone, because all are on one host."""
-    own = partial(faults.add_arguments_by_rank, {1: ["--n_layer=x"]}, ["--max_iters=3"])
-    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", ranks=3, before=own)
-    assert process.refusal().startswith("error: n_layer")
+@pytest.mark.parametrize(
+    ("script", "message", "fault"),
+    [
+        ("train.py", "n_layer=.x. in --n_layer=x", (faults.add_arguments, "--n_layer=x")),
+        ("train.py", "device=cuda:99 is not available", (faults.add_arguments, "--device=cuda:99")),
+        ("bench.py", "device=cuda:99 is not available", (faults.add_arguments, "--device=cuda:99")),
+        ("train.py", "sample_interval=2 cannot write samples", (faults.no_vocabulary,)),
+    ],
+)
+def test_a_mistake_of_one_rank_is_told_once(data, tmp_path, script, message, fault):
+    """By rank 0 alone, because all are on one host, while the others are on their way to the next collective."""
+    settings = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--sample_interval=2"]
+    settings = settings if script == "train.py" else ["--device=cpu", "--name="]
+    process = run(script, *settings, ranks=3, before=partial(faults.on_last_rank, *fault), timeout=60)
+    assert re.match(f"error: {message}", process.refusal())
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,17 @@ MESSAGE_BYTES = 25_000_000  # largest message; longer tensors are sent in severa
 LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
 
 
-@cache
 def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a process group of the same ranks that sends from main memory.
 
     This is `group` itself if its backend is gloo or fake; otherwise a new gloo group. The first call must be on all ranks.
     """
-    if dist.get_backend(group) in ("gloo", "fake"):
-        return group
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return group if dist.get_backend(group) in ("gloo", "fake") else _gloo_group(group or dist.group.WORLD)
+
+
+@cache
+def _gloo_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, timeout=LONG_TIMEOUT, backend="gloo", use_local_synchronization=True)
 
 

@@ -15,8 +15,8 @@ from scripts import LAUNCH_VARIABLES
 from configurator import configure
 from distributed.launch import Launch, launched
 from distributed.ranks import start
-from distributed.rendezvous import meet, without_old_keys
-from zero.host_comm import gather_objects, timeout_of
+from distributed.rendezvous import connect, without_old_keys
+from zero.host_comm import cpu_group, gather_objects, timeout_of
 
 ALONE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a-machine-whose-name-has-no-address"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -61,7 +61,7 @@ def join(port, results):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     resource.setrlimit(resource.RLIMIT_NOFILE, (400, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    meet(launched())
+    connect(launched())
     device = start(launched(), "cpu")
     limit, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert limit == (2**16 if largest == resource.RLIM_INFINITY else min(largest, 2**16)), "for connections of other programs"
@@ -85,14 +85,16 @@ def test_ranks_on_cpus_meet_by_gloo(monkeypatch):
 
 
 def backends(gpus):
-    """What `start` chooses for two ranks on such GPUs, by their PCI address: gloo stands in for NCCL."""
+    """What `start` chooses for two ranks on such GPUs, by their PCI address: gloo by another name stands in for NCCL."""
     rank, begun = dist.get_rank(), []
 
     def init(backend, device_id, **how):
         begun.append((backend, str(device_id)))
-        original("gloo", **how)
+        original("other", **how)
 
+    dist.Backend.register_backend("other", lambda store, *args: dist.ProcessGroupGloo(store, *args), devices=["cpu"])
     original = dist.init_process_group
+    assert gather_objects(rank) == [0, 1], "before the choice, by gloo"
     card = SimpleNamespace(pci_domain_id=0, pci_bus_id=gpus[rank], pci_device_id=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", init)
@@ -100,15 +102,15 @@ def backends(gpus):
         patch.setattr(torch.cuda, "set_device", lambda device: None)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: card)
         device = start(Launch(True, rank, rank, 2, 2), "cuda", timeout_s=5.0)
-    return begun, str(device), gather_objects(rank), timeout_of(None).total_seconds()
+    return begun, str(device), gather_objects(rank), dist.get_backend(cpu_group(None)), timeout_of(None).total_seconds()
 
 
 @pytest.mark.parametrize("gpus", [(1, 2), (1, 1)])
 def test_nccl_is_chosen_where_each_rank_has_a_card_of_its_own(gpus):
     """Two slices of one card (MIG) have one address, which NCCL refuses."""
-    for rank, (begun, device, ranks, timeout_s) in enumerate(run_ranks(backends, 2, gpus)):
+    for rank, (begun, device, ranks, backend, timeout_s) in enumerate(run_ranks(backends, 2, gpus)):
         assert begun == ([("nccl", device)] if gpus == (1, 2) else [])
-        assert (device, ranks, timeout_s) == (f"cuda:{rank}", [0, 1], 65.0)
+        assert (device, ranks, backend, timeout_s) == (f"cuda:{rank}", [0, 1], "gloo", 65.0)
 
 
 def test_the_gpu_of_a_mac_is_for_a_single_process():

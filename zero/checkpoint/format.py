@@ -3,6 +3,7 @@
 import os
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import GenericAlias, NoneType, UnionType
 from typing import Any
@@ -181,13 +182,11 @@ def _identity(path: str) -> tuple[list[Any], tuple[int, int]] | None:
 
     The latter are equal where hosts share the file, not in a copy. None if the file cannot be read.
     """
-    try:
-        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-            entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
-            status = os.fstat(file.fileno())
-    except Exception:  # damaged bytes can raise any error
-        return None
-    return entries, (status.st_ino, status.st_mtime_ns)
+    with suppress(Exception), open(path, "rb") as file, zipfile.ZipFile(file) as archive:  # damaged bytes can raise any error
+        entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
+        status = os.fstat(file.fileno())
+        return entries, (status.st_ino, status.st_mtime_ns)
+    return None
 
 
 def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[TensorChunk]], None] | None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 import uuid
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -202,11 +203,10 @@ def _references(folder: str) -> set[str]:
 
 def _referenced_shards(path: str) -> set[str]:
     """Return the name of the shards folder that a file refers to; an empty set if it is not readable or has no shards."""
-    try:
-        name = read_file(path).get("shards", {}).get("folder", "")
-    except CheckpointError:
-        return set()
-    return {name} if _SHARDS.fullmatch(name) else set()
+    with suppress(CheckpointError):
+        if _SHARDS.fullmatch(name := read_file(path).get("shards", {}).get("folder", "")):
+            return {name}
+    return set()
 
 
 def _remove_unreferenced(folder: str, names: set[str]) -> None:

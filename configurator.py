@@ -221,7 +221,7 @@ def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> 
         raise ValueError(f"config file {path} does not exist; settings are given as --key=value")
     try:
         with tokenize.open(path) as file:
-            _check_statements(ast.parse(file.read()).body)
+            _check_statements(ast.parse(file.read(), path).body)
         names = runpy.run_path(path, init_globals=config)
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]

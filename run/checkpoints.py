@@ -214,7 +214,7 @@ class Checkpoints:
             if not self.read_only:
                 tempfile.TemporaryFile(dir=above).close()
         except OSError as error:
-            raise ValueError(f"cannot write to out_dir={self.folder}: {error}") from error
+            raise ValueError(f"cannot write to out_dir={self.folder}: {error.strerror}; use another --out_dir") from error
 
     def _check_shared(self) -> None:
         """Check that all ranks see the folder of rank 0, by the text of its lock."""

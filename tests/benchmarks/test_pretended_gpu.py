@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
+from torch._subclasses import fake_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy import make_toy
 
@@ -178,7 +179,7 @@ def run_part(name):
     card = SimpleNamespace(name="pretended GPU", total_memory=80 * 10**9, major=9, minor=0, multi_processor_count=132)
     card.pci_domain_id = card.pci_bus_id = card.pci_device_id = 0
     numbers = {"memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0}
-    numbers |= {"is_available": True, "device_count": 1, "set_device": None}
+    numbers |= {"is_available": True, "device_count": 1, "set_device": None, "is_current_stream_capturing": False}
     for key, value in (numbers | {"get_device_properties": card}).items():
         setattr(torch.cuda, key, lambda *_, value=value: value)
     peak = {"bytes": 10**12}  # of what is computed before the run begins
@@ -187,6 +188,7 @@ def run_part(name):
         lambda *_: peak.update(bytes=0),
     )
     sys.modules[torch.optim.Adam.__module__]._get_value = lambda _: 1.0
+    fake_tensor.init_gpu_context = lambda *_: None  # a build for CUDA would ask the driver
     begin, new_group = dist.init_process_group, dist.new_group
     dist.init_process_group = lambda _, world_size=1, **__: begin("fake", store=FakeStore(), rank=0, world_size=world_size)
     dist.new_group = lambda *args, backend=None, **options: new_group(*args, backend="fake", **options)

@@ -55,7 +55,7 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
         machine.divide_threads(launch.local_world_size)
     timeout = datetime.timedelta(seconds=timeout_s + _BACKSTOP_S)
     if backend == "gloo" or (backend == "auto" and not (device.startswith("cuda") and _has_each_rank_a_gpu(device))):
-        distributed_c10d._set_pg_timeout(timeout)
+        (getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout)  # its name before torch 2.14
         return torch.device(device)
     # hybrid sharding has three communicators in flight: NCCL (2.26) keeps their order, which excludes deadlocks
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")

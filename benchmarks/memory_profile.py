@@ -124,12 +124,12 @@ class MemoryProfile:
         params = [param for part in parts if part is not None for param in part.fsdp_params]
         whole = [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
         gradients = [param.sharded_param.grad for param in params] + [param.grad for param in whole]
-        gradients += [param.unsharded_accumulated_grad for param in params]
+        gradients += [param.unsharded_accumulated_grad for param in params]  # since torch 2.15 the same tensors
         states = self.contender.optimizer.state.values()
         return {
             "parameters": sum(_local_bytes(param.sharded_param) for param in params)
             + sum(param.untyped_storage().nbytes() for param in whole),
-            "gradients": sum(_local_bytes(gradient) for gradient in gradients if gradient is not None),
+            "gradients": sum({id(each): _local_bytes(each) for each in gradients if each is not None}.values()),
             "state": sum(_local_bytes(value) for state in states for key, value in state.items() if key != "step"),
         }
 

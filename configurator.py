@@ -61,7 +61,7 @@ NonNegativeInt = Annotated[int, Rule("must not be negative", lambda value: value
 Seed = Annotated[int, Rule("must be at least 0 and less than 2**63", lambda value: 0 <= value < 2**63)]
 PositiveFloat = Annotated[float, Rule("must be positive", lambda value: value > 0)]
 NonNegativeFloat = Annotated[float, Rule("must not be negative", lambda value: value >= 0)]
-BelowOne = Annotated[float, Rule("must be at least 0 and less than 1", lambda value: 0 <= value < 1)]
+Decay = Annotated[float, Rule("must be at least 0 and less than 1", lambda value: 0 <= value < 1)]
 Fraction = Annotated[float, Rule("must be positive and at most 1", lambda value: 0 < value <= 1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]  # of the computation: a key of `machine.DTYPES`, or the best one
 

@@ -25,17 +25,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from configurator import (
-    BelowOne,
-    Dtype,
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Seed,
-    configure,
-)
+from configurator import Decay, Dtype, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, configure
 from data.dataset import EVALUATION_BATCH, Dataset, prepare_if_missing
 from distributed import machine
 from distributed.exits import exit_on_wrong_input
@@ -88,10 +78,10 @@ optimizer: Literal["adamw", "muon"] = "adamw"  # 'muon': Muon for the matrices o
 learning_rate: NonNegativeFloat = 6e-4  # the largest one, after the warm-up
 max_iters: NonNegativeInt = 600000  # the last iteration; the first one is 0
 weight_decay: NonNegativeFloat = 1e-1  # of matrices and embeddings, as in AdamW
-beta1: BelowOne = 0.9  # decay of AdamW's first moment
-beta2: BelowOne = 0.95  # decay of AdamW's second moment
+beta1: Decay = 0.9  # decay of AdamW's first moment
+beta2: Decay = 0.95  # decay of AdamW's second moment
 grad_clip: NonNegativeFloat = 1.0  # maximum gradient norm; 0.0 disables clipping
-muon_momentum: BelowOne = MOMENTUM  # of Muon's matrices
+muon_momentum: Decay = MOMENTUM  # of Muon's matrices
 max_nonfinite: PositiveInt = 1  # consecutive steps with a loss or norm of inf or nan that end the run; they are skipped
 # learning rate
 decay_lr = True  # False: learning_rate throughout
@@ -250,7 +240,7 @@ while True:
         group["lr"] = lr
     if not run.must_stop and (eval_only or (state.iter_num % eval_interval == 0 and not is_end)):
         evaluate(lr)
-    if run.must_save:  # a signal, the end, or always_save_checkpoint or a better loss after an evaluation
+    if run.must_save:  # because of a signal, the end or this evaluation
         save_checkpoint()
     if is_end or run.must_stop:
         break

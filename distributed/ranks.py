@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -118,8 +119,9 @@ def _has_each_rank_a_gpu(device: str) -> bool:
     A rank may see all GPUs of its machine, or only its own.
     """
     card: Any = torch.cuda.get_device_properties(device)
-    with open("/proc/sys/kernel/random/boot_id") as file:  # hosts may have the same name
-        host = socket.gethostname(), file.read()
+    host = socket.gethostname()
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:  # hosts may have the same name
+        host += file.read()
     gpus = gather_objects((host, card.pci_domain_id, card.pci_bus_id, card.pci_device_id))
     if len(set(gpus)) < len(gpus):
         print0("note: ranks share a GPU, which NCCL refuses: they communicate with gloo, which is slower")

@@ -196,8 +196,8 @@ class Run:
         self.meter.measure_memory("after_step")
         is_evaluated = (iteration + 1) % self.config["eval_interval"] == 0
         if self._is_logged() or is_evaluated or self.device.type == "cpu":
-            figures, lr_and_tokens = self.guard.figures(), (lr, self._tokens())
-            log = self.meter.end_iteration(iteration, figures, *lr_and_tokens) if self._is_logged() else None
+            figures, tokens = self.guard.figures(), self._tokens()
+            log = self.meter.end_iteration(iteration, figures, lr, tokens) if self._is_logged() else None
             self._unread = iteration, figures, log
         if not self._reads_later or is_evaluated or iteration == self.config["max_iters"]:
             self._report()

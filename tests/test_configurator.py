@@ -12,7 +12,7 @@ from scripts import defaults_of, run
 
 from configurator import (
     TRAIN,
-    BelowOne,
+    Decay,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -198,7 +198,7 @@ DECLARED = {
     "step": (3, NonNegativeInt),
     "size": (0.5, PositiveFloat),
     "rate": (0.5, NonNegativeFloat),
-    "decay": (0.5, BelowOne),
+    "decay": (0.5, Decay),
     "format": ("one", Literal["one", "two"]),
     "level": (1, Literal[1, 2]),
     "bucket": ("auto", Literal["auto"] | PositiveFloat),  # the word or a number

@@ -12,9 +12,12 @@ import torch.distributed as dist
 from scripts import FEW, SETTINGS, events_of, run
 
 from distributed import ranks
+from distributed.heartbeat import Position
 from distributed.launch import Launch
+from distributed.signals import Action
 from distributed.watchdog import Watchdog
 from run import guard
+from run.checkpoints import State
 from run.hooks import Run
 from zero import ShardedGradScaler, stopwatch
 from zero.stopwatch import Stopwatch, awaited_collective
@@ -139,6 +142,21 @@ def test_the_collective_of_a_logged_iteration_has_a_name_on_every_rank(monkeypat
     assert seen == ["reduce-scatter"]
     assert awaited_collective() == ""
     watched.guard.report.assert_called_once_with(7, mock.ANY)
+
+
+def test_what_all_ranks_agree_on_as_an_iteration_begins(monkeypatch):
+    """A failed save belongs to the iteration before. What has been saved or loaded is not saved again for a signal."""
+    monkeypatch.setattr("run.hooks.position", position := Position())
+    position.begin_iteration(6)
+    begun, seen = object.__new__(Run), []
+    begun.state, begun.config, begun.log, begun._reached = State(iter_num=7), {"max_iters": 9}, None, False
+    begun.guard, begun.signals = mock.Mock(consecutive=0, failed=False), mock.Mock(agree=lambda _: Action.SAVE_AND_STOP)
+    begun.checkpoints = mock.Mock(read_only=False, newest=5, report=lambda _: seen.append(position.iteration))
+    begun.agree()
+    assert (seen, position.iteration) == ([6], 7)
+    assert (begun.must_save, begun.must_stop) == (True, True)
+    begun.checkpoints.newest = 7
+    assert (begun.must_save, begun.must_stop) == (False, True)
 
 
 def test_an_all_reduce_of_the_guard_has_a_name(monkeypatch):

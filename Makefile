@@ -5,7 +5,8 @@
 #                  between gloo ranks as they do between GPUs
 # make test-all    run the linters and all tests, also those that take minutes
 # make test-kills  run the test that kills a training run a hundred times and resumes it
-# make bench-gpu   in less than nine minutes, measure everything that only a GPU can show; needs only torch, numpy, tqdm
+# make bench-gpu   in calls of nine minutes, measure everything that only a GPU can show; needs only torch, numpy, tqdm.
+#                  PARTS="memory-xl profile": only these parts
 # make lint        run ruff, mypy and shellcheck only
 # make install     create the virtual environment only
 #
@@ -55,7 +56,7 @@ test-kills: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow tests/zero/checkpoint/test_kills.py
 
 bench-gpu:
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(PARTS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -36,7 +36,7 @@ import datetime
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
 from typing import Any, Literal
 
@@ -77,6 +77,7 @@ n_embd = 768
 vocab_size = 50304
 bias = False  # use biases in LayerNorm and Linear layers
 activation_checkpointing = False  # as in train.py
+compile = False  # as in train.py
 grad_clip: NonNegativeFloat = 1.0  # maximum gradient norm; 0.0 disables clipping
 bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # megabytes per bucket of sharded; auto: by the bytes of the model
 shard_size: NonNegativeInt = 0  # of the mode hybrid: ranks that share the state; 0: those of one machine
@@ -127,15 +128,19 @@ with exit_on_wrong_input():
     options = Options(shard_size=shard_size or launch.local_world_size)
     for world in worlds or [launch.world_size]:
         options.sharing(world)
+    if on_pretended_gpu and compile:
+        raise ValueError("compile=True: what=launches counts operations that are not compiled; leave it out")
     if on_pretended_gpu and not pretended_gpu.is_preloaded():
         sys.exit(pretended_gpu.run_preloaded(sys.argv).returncode)
     if on_pretended_gpu:
         chosen, precision = str(pretended_gpu.DEVICE), machine.resolve_dtype(dtype, "float32", "bfloat16")
     else:
         chosen, precision = machine.resolve(device, dtype)
+torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as in train.py
 with exit_on_wrong_input():
     used = torch.device(chosen) if worlds else start(launch, chosen)
-    setup = Setup(gpt, batch_size, used, precision, bucket_mb, grad_clip, activation_checkpointing, seed, options.shard_size)
+    how = bucket_mb, grad_clip, activation_checkpointing, seed, options.shard_size, compile
+    setup = Setup(gpt, batch_size, used, precision, *how)
     where, title = "pretended GPU" if on_pretended_gpu else machine.device_name(used), model or f"{n_layer}x{n_embd}"
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"
     parent = "out-bench" if name == "auto" else "results"
@@ -147,7 +152,7 @@ with exit_on_wrong_input():
     facts = [title, f"{sum(spec.numel for spec in gpt_specs(gpt)) / 1e6:.1f}M parameters", ranks, precision]
     facts += [f"{batch_size} x {block_size} tokens per rank and micro-step"]
     facts += [f"buckets of {bucket_mb} MB"] * (bucket_mb != "auto")
-    facts += ["activation checkpointing"] * activation_checkpointing
+    facts += ["activation checkpointing"] * activation_checkpointing + ["compiled"] * compile
     description = {
         "command": " ".join(["bench.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
@@ -161,13 +166,21 @@ with exit_on_wrong_input():
 
 
 def of_worlds(rows_of):
-    """Return what `rows_of` returns for the modes, in each simulated world."""
-    return lambda names: [row for world in worlds for row in rows_of(setup, names, world)]
+    """Return a function that yields the rows of modes, in each simulated world."""
+    return lambda names: (row for world in worlds for row in rows_of(setup, names, world))
+
+
+def outside_of_tensors():
+    """Return what CUDA and the libraries take on the GPU of rank 0, in words, as a list of one; else none."""
+    if used.type != "cuda" or on_pretended_gpu:
+        return []
+    free, total = torch.cuda.mem_get_info(used)
+    return [f"{(total - free - torch.cuda.memory_reserved(used)) / 1e6:.0f} MB taken outside of PyTorch's allocator"]
 
 
 allocated = "allocated on the GPU" if used.type == "cuda" else "of live tensors"
-# title, and the function that returns the rows of modes; needs to be called on all ranks
-MEASURES: dict[str, tuple[str, Callable[[list[str]], list[dict[str, Any]]]]] = {
+# title, and the function that yields the rows of modes as they are measured; needs to be called on all ranks
+MEASURES: dict[str, tuple[str, Callable[[list[str]], Iterator[dict[str, Any]]]]] = {
     "memory": (
         f"Memory: MB {allocated}, on {'rank 0' if worlds else 'the fullest rank'}",
         of_worlds(memory_profile.simulated_rows) if worlds else lambda names: memory_profile.memory_rows(setup, names),
@@ -190,10 +203,13 @@ MEASURES: dict[str, tuple[str, Callable[[list[str]], list[dict[str, Any]]]]] = {
 print0(results.title)
 for measure in measures:
     title, rows_of = MEASURES[measure]
-    rows = rows_of(names[measure])
-    if is_rank_0():
-        details = f"{memory_profile.MICRO_STEPS} micro-steps per rank" if measure in ("memory", "training") else ""
-        results.add(measure, title, rows, details)
+    details, rows = [f"{memory_profile.MICRO_STEPS} micro-steps per rank"] * (measure in ("memory", "training")), {}
+    text = ""
+    for row in rows_of(names[measure]):  # the time of a mode comes again after each round
+        rows[tuple(row.get(key) for key in ("world_size", "block_size", "mode", "point"))] = row
+        if is_rank_0():
+            text = results.add(measure, title, list(rows.values()), ", ".join([*details, *outside_of_tensors()]))
+    print0(f"\n{text}")
 if is_rank_0() and folder:
     try:
         draw(folder)

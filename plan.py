@@ -82,6 +82,7 @@ bandwidth_gbit: NonNegativeFloat = 0.0  # what a rank can send per second to the
 between_gbit: PositiveFloat = 1600.0  # what a machine can send per second to other machines; this is a network card per A100
 gpu = "A100"  # such as T4, L4, 4090, H100: its peak FLOP/s, memory, link, and whether it has bfloat16
 mfu: PositiveFloat = 30.0  # FLOP/s of the computation, in per cent of the peak; nanoGPT's 4 days on eight A100 are 29
+explain_step = False  # also print what an iteration consists of on --gpu, in ms
 gpu_hour_price: NonNegativeFloat = 0.0  # of one GPU, in any currency; 0: the run's cost is not printed
 json = ""  # path of a JSON file that also receives the table, in bytes
 
@@ -269,6 +270,17 @@ def print_table(rows: list[dict[str, Any]], divisor: float, unit: str) -> None:
     print(f"\n{table(lines)}")
 
 
+def print_parts(rows: list[dict[str, Any]]) -> None:
+    """Print what an iteration consists of, in ms, by mode."""
+    kinds = [kind for kind in rows[0]["parts_ms"] if any(row["parts_ms"][kind] for row in rows)]
+    lines = [["ranks", "mode", *kinds, "together"]]
+    for row in rows:
+        parts = row["parts_ms"]
+        figures = [f"{value:.2f}" for value in (*(parts[kind] for kind in kinds), sum(parts.values()))]
+        lines.append([str(row["world_size"]), row["mode"] + row["chosen"], *figures])
+    print(f"\nms of an iteration; of collectives what nothing hides\n{table(lines)}")
+
+
 def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     """Print the table with its explanations and return its rows."""
     rows = [row for size in sizes for row in planner.rows(size)]
@@ -281,12 +293,18 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
         print(verdict(of_size, planner, lambda count: f"{number(count / divisor)} {unit}"))
     print(host_memory(planner, rows))
     print_table(rows, divisor, unit)
+    if settings["explain_step"]:
+        print_parts([row for row in rows if row["parts_ms"]])
     print("\n*: the settings; --help explains the columns")
     if 1 in sizes:
         print("note: 1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more")
         if idle := without_effect(Flags.of(settings), 1):
             print(f"note: without effect on 1 rank: {', '.join(idle)}")
     for size in sizes:
+        taken = {row["mode"]: sum(row["parts_ms"].values()) for row in rows if row["world_size"] == size}
+        if taken.get("sharded") and "bfloat16" in taken and settings["param_dtype"] == "float32":
+            less = 1 - taken["bfloat16"] / taken["sharded"]
+            print(f"note: on {size} ranks, --param_dtype=bfloat16 takes {less:.0%} less time, by arithmetic (--explain_step)")
         if size > 1 and steps <= size:
             print(f"note: with one micro-step on each of {size} ranks, shard_gradients changes nothing")
     return rows

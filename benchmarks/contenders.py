@@ -25,7 +25,7 @@ from zero.options import BucketMB
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
 
 
-class AlsoAlone(Flags):
+class ShardedOnOneRank(Flags):
     """Flags that choose the sharded implementation on one rank as well, which train.py does not do."""
 
     def implementation(self, world_size: int) -> Literal["adamw", "torch", "sharded"]:
@@ -45,16 +45,18 @@ class Setup:
     activation_checkpointing: bool
     seed: int
     shard_size: int = 0  # of the mode hybrid
+    compiled: bool = False  # see `GPT.compile_blocks`
 
     def flags(self, mode: Mode) -> Flags:
         """Return the flags of a mode with the sizes of this setup."""
         shard_size = self.shard_size if mode.hybrid else 0
-        return AlsoAlone(**{**vars(mode.flags), "bucket_mb": self.bucket_mb, "shard_size": shard_size})
+        return ShardedOnOneRank(**{**vars(mode.flags), "bucket_mb": self.bucket_mb, "shard_size": shard_size})
 
     def workload(self, mode: Mode) -> Workload:
         """Return what a micro-step computes."""
         dtype, checkpointing = "bfloat16" if mode.lowers_weights else self.dtype, self.activation_checkpointing
-        return Workload(self.config, self.batch_size, dtype, self.device.type, checkpointing, mode.loss_chunk)
+        how = checkpointing, mode.loss_chunk, self.compiled
+        return Workload(self.config, self.batch_size, dtype, self.device.type, *how)
 
     def forecast(self, mode: Mode, world_size: int, micro_steps: int) -> Forecast | None:
         """Return the prediction, or None if there is none."""
@@ -80,6 +82,8 @@ class Contender:
         if mode.is_built:  # as in train.py, in main memory
             self.module.to("cpu")
         self.module.activation_checkpointing, self.module.loss_chunk = setup.activation_checkpointing, mode.loss_chunk
+        if setup.compiled:
+            self.module.compile_blocks()
         self.model: torch.nn.Module
         self.optimizer: torch.optim.Optimizer
         torch.manual_seed(setup.seed + dist.get_rank())  # different tokens on each rank

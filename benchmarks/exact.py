@@ -1,5 +1,7 @@
 """Runs a script with deterministic kernels and, on a GPU, with collectives that start late and overwrite nan.
 
+A single rank shards its optimizer and sends to itself, so that one GPU is enough for the collectives of NCCL.
+
     $ torchrun --standalone --nproc_per_node=2 -m benchmarks.exact train.py --dataset=stdlib_char --shadow_check=5 --grad_clip=0
 
 So the shadow check compares bits, and shows a wait that is missing. NCCL waits for the stream that starts a collective. Here
@@ -17,7 +19,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from distributed.launch import launched
 from zero import collectives
+from zero.collectives import Communicator
+from zero.flags import Flags
+
+
+def send_to_itself() -> None:
+    """From now on, in this process, which has one rank."""
+    for owner, name, value in ((Flags, "implementation", lambda *_: "sharded"), (Communicator, "is_alone", False)):
+        setattr(owner, name, value)
 
 
 def start_late() -> None:
@@ -39,6 +50,8 @@ def _late(start: Any, output: torch.Tensor, own: torch.Tensor, *sizes: list[int]
 if __name__ == "__main__":
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
+    if launched().world_size == 1:
+        send_to_itself()
     if torch.cuda.is_available():
         start_late()
     del sys.argv[0]

@@ -1,99 +1,170 @@
-"""Everything that only a GPU can show, in one command of less than nine minutes. It needs only torch, numpy and tqdm.
+"""Everything that only a GPU can show, in calls of less than nine minutes. It needs only torch, numpy and tqdm.
 
-    $ make bench-gpu          # or: python -m benchmarks.gpu
+    $ make bench-gpu                              # the parts without a result; three calls have time for all
+    $ make bench-gpu PARTS="memory-xl profile"    # these, also if they have one
 
-The folder results/<card>/ receives the output of each part and a summary. Without a GPU, a small model runs through the same
-parts on the CPU, with gloo in place of NCCL. A part that fails does not stop the others. Exit code 1: a part failed.
+The folder results/<card>/ receives the output of each part and a summary, out-bench/<card>.tar.gz the same with the metrics and
+the profile of the runs. Every row of a table is written when it is measured, and every part before the next one begins. Without
+a GPU, small models run through the same parts on the CPU, with gloo in place of NCCL. Exit code 1: a part failed or is left.
 """
 
+import glob
+import json
 import os
 import platform
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+from contextlib import suppress
 from datetime import date
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from forecast.modes import MODES
+from distributed.exits import exit_on_wrong_input
+from forecast.modes import LOSS_CHUNK, MODES
+from zero.checkpoint.files import atomic_write
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-BUDGET_S, LIMIT_S = 530.0, 150.0  # for all parts together, and for one
+BUDGET_S = 530  # for the parts of one call
+SLOWER = 8  # so many times longer may everything take without a GPU
+ARCHIVE_BYTES = 16_000_000
+TOKENS = os.path.join("out-bench", "tokens")  # a dataset
+SHOWN = ("memory of tensors: ", "iter ", "shadow check: ")  # lines that a summary repeats, the last of each
+DRIVER = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
 
 
 class Part(NamedTuple):
     """A command, its number of ranks (0: a process without torchrun), and whether its shadow check must find the same bits."""
 
     name: str
+    limit_s: int  # on a GPU
     ranks: int
     command: list[str]
     exact: bool = False
+    variables: dict[str, str] = {}
 
 
 def parts(gpus: int, out: str) -> list[Part]:
     """Return the parts in the order of their importance. `out` is the folder in results/."""
     on_gpu = gpus > 0
     alone = "nccl" if on_gpu else "gloo"
-    tiny = ["--n_layer=4", "--n_embd=192", "--block_size=64", "--vocab_size=512"]
-    large = [*(["--model=gpt2-xl", "--block_size=1024"] if on_gpu else tiny), "--simulate_world_size=8"]
-    medium = ["--model=gpt2-medium", "--block_size=1024"] if on_gpu else tiny
-    small = ["--model=gpt2", "--block_size=1024", "--batch_size=8"] if on_gpu else tiny
-    gpt2 = ["--n_layer=12", "--n_head=12", "--n_embd=768", "--block_size=1024", "--batch_size=8"] if on_gpu else []
-    of_a_run = (name for name, mode in MODES.items() if mode.is_built and mode.overlap and not (mode.in_place or mode.hybrid))
-    modes = f"--modes={','.join(of_a_run)}"
-    and_fsdp2 = f"{modes},fsdp2"
+    tiny = ["--n_layer=4", "--n_head=4", "--n_embd=192", "--block_size=64"]
+    xl = ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--block_size=1024"] if on_gpu else tiny
+    of_a_run = [name for name, mode in MODES.items() if mode.is_built and mode.overlap and not mode.hybrid]
+    modes = f"--modes={','.join(name for name in of_a_run if not MODES[name].in_place)},fsdp2"
+    with_in_place = f"--modes={','.join(of_a_run)},fsdp2"
 
-    def bench(what: str, name: str, *arguments: str) -> list[str]:
-        return ["bench.py", f"--what={what}", f"--name={os.path.join(out, name)}", *arguments]
+    def bench(what: str, name: str, model: str, *arguments: str) -> list[str]:
+        sizes = [f"--model={model}", "--block_size=1024"] if on_gpu else [*tiny, "--vocab_size=512"]
+        return ["bench.py", f"--what={what}", f"--name={os.path.join(out, name)}", *sizes, *arguments]
 
-    def train(name: str, *arguments: str) -> list[str]:
+    def train(name: str, dataset: str, *arguments: str) -> list[str]:
+        folder = f"--out_dir={os.path.join('out-bench', name)}"
+        return ["train.py", f"--dataset={dataset}", folder, "--eval_iters=2", "--always_save_checkpoint=False", *arguments]
+
+    def fast(name: str, *arguments: str) -> list[str]:
+        """A run whose speed and memory count, on random tokens of GPT-2's vocabulary."""
+        numbers = ["--log_interval=10", "--eval_interval=1000", "--warmup_iters=20"]
+        return train(name, os.path.abspath(TOKENS), *numbers, *arguments)
+
+    def right(name: str, *arguments: str) -> list[str]:
+        """A short run whose weights count."""
         sizes = ["--n_layer=4", "--n_head=4", "--n_embd=128", "--block_size=64", "--batch_size=12"]
-        steps = ["--max_iters=20", "--eval_interval=20", "--eval_iters=2", "--log_interval=5", "--warmup_iters=2"]
-        folder = f"--out_dir={os.path.join('out', 'bench-gpu-' + name)}"
-        return ["train.py", "--dataset=stdlib_char", "--gradient_accumulation_steps=4", *sizes, *steps, folder, *arguments]
+        steps = ["--max_iters=20", "--eval_interval=20", "--log_interval=5", "--warmup_iters=2"]
+        return train(name, "stdlib_char", "--gradient_accumulation_steps=4", *sizes, *steps, *arguments)
 
-    eager = "--compile=False"
+    eager, compiled = "--compile=False", f"--compile={on_gpu}"
+    of_gpt2 = ["--gradient_accumulation_steps=4", "--max_iters=60", *([] if on_gpu else [*tiny, "--batch_size=2"])]
+    of_xl = [
+        "--gradient_accumulation_steps=2",
+        "--batch_size=2",
+        "--max_iters=200" if on_gpu else "--max_iters=10",
+        compiled,
+        *xl,
+    ]
+    all_flags = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8"]
+    all_flags += ["--activation_checkpointing=True", f"--loss_chunk={LOSS_CHUNK}"]
     checked = ["--shadow_check=5", "--grad_clip=0", eager]  # the weights are compared with those of the plain optimizer
     small_buckets = ["--dtype=float32", "--bucket_mb=0.3", *checked]
     exact = ["-m", "benchmarks.exact"]
-    hybrid = {size: [*exact, *train(f"hybrid-{size}", f"--shard_size={size}", *small_buckets)] for size in (1, 2)}
-    several = [
+    several = []
+    if gpus > 1:
         # a sum over four ranks has another order than the plain optimizer's
-        *(Part(f"train-hybrid-{n}", 2 * n, command, n == 1) for n, command in hybrid.items() if gpus >= 2 * n),
-        Part(f"time-{gpus}-nccl-ranks", gpus, bench("time", f"time-{gpus}-nccl-ranks", *small, and_fsdp2)),
-    ]
+        hybrid = {size: right(f"hybrid-{size}", f"--shard_size={size}", *small_buckets) for size in (1, 2) if 2 * size <= gpus}
+        several = [Part(f"train-hybrid-{n}", 60, 2 * n, [*exact, *run], n == 1) for n, run in hybrid.items()]
+        name = f"time-{gpus}-nccl-ranks"
+        for suffix, variables in (("", {}), ("-high-priority", {"TORCH_NCCL_HIGH_PRIORITY": "1"})):  # of NCCL's streams
+            command = bench("time", name + suffix, "gpt2", "--batch_size=8", modes)
+            several.append(Part(name + suffix, 150, gpus, command, variables=variables))
     return [
+        # the speed and the memory of runs, as README promises them
+        Part("gpt2-compiled", 120, 1, fast("gpt2-compiled", *of_gpt2, compiled)),
+        Part("xl-all-flags", 180, 1, fast("xl-all-flags", *of_xl, "--batch_size=1", "--max_iters=30", *all_flags)),
+        Part("xl-bfloat16", 180, 1, fast("xl-bfloat16", *of_xl, "--param_dtype=bfloat16")),
+        Part("gpt2-eager", 90, 1, fast("gpt2-eager", *of_gpt2, eager)),
+        *several,
+        Part(f"time-1-{alone}-rank", 150, 1, bench("time", "time", "gpt2", "--batch_size=8", modes)),
+        # what rank 0 of 8 takes
+        Part(
+            "memory-xl",
+            180,
+            0,
+            bench("memory", "memory-xl", "gpt2-xl", "--batch_size=2", with_in_place, "--simulate_world_size=8", compiled),
+        ),
+        Part(
+            "memory-gpt2",
+            120,
+            0,
+            bench("memory", "memory-gpt2", "gpt2", "--batch_size=12", with_in_place, "--simulate_world_size=8", compiled),
+        ),
+        # collectives of NCCL on one rank, see `benchmarks.exact`
+        Part("nccl-float32", 60, 1, [*exact, *right("nccl-float32", "--bias=True", *small_buckets)], exact=True),
+        Part("nccl-bfloat16", 60, 1, [*exact, *right("nccl-bfloat16", "--param_dtype=bfloat16", "--bucket_mb=0.3", *checked)]),
+        Part("nccl-muon", 60, 1, [*exact, *right("nccl-muon", "--optimizer=muon", *small_buckets)]),
+        # with float32 weights, and with float32 sums of gradients: the losses of 200 iterations beside those of xl-bfloat16
+        Part("xl-float32", 180, 1, fast("xl-float32", *of_xl)),
+        Part(
+            "xl-shard-gradients", 180, 1, fast("xl-shard-gradients", *of_xl, "--param_dtype=bfloat16", "--shard_gradients=True")
+        ),
         # two ranks: with NCCL if each has its own GPU, otherwise with gloo
-        Part("train-float32", 2, [*exact, *train("float32", "--bias=True", *small_buckets)], exact=True),
-        Part("train-bfloat16", 2, train("bfloat16", "--param_dtype=bfloat16", *checked)),
-        Part("train-codecs", 2, train("codecs", "--param_dtype=bfloat16_remainder", "--state_dtype=int8", *checked)),
-        Part("train-muon", 2, [*exact, *train("muon", "--optimizer=muon", *small_buckets)]),
-        Part("train-float16", 2, train("float16", "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", *checked)),
-        *(several if gpus > 1 else []),
-        Part("train-resumed", 1, train("float32", "--dtype=float32", "--init_from=resume", "--max_iters=25", eager)),
-        Part("memory-bfloat16", 0, bench("memory", "memory-bfloat16", *large, and_fsdp2, "--dtype=bfloat16")),
-        Part("memory-float32", 0, bench("memory", "memory-float32", *large, and_fsdp2, "--dtype=float32")),
-        Part("memory-2-ranks", 2, bench("memory", "memory-2-ranks", *medium, modes)),
-        Part(f"time-1-{alone}-rank", 1, bench("time", "time", *small, and_fsdp2)),
-        Part("profile", 1, train("profile", *gpt2, "--max_iters=10", "--profile=True", eager)),
-        Part("train-compiled", 2, train("compiled", "--compile=True")),
+        Part("train-float32", 60, 2, [*exact, *right("float32", "--bias=True", *small_buckets)], exact=True),
+        Part("train-codecs", 60, 2, right("codecs", *all_flags[:2], *checked)),
+        Part("train-muon", 60, 2, [*exact, *right("muon", "--optimizer=muon", *small_buckets)]),
+        Part(
+            "train-float16", 60, 2, right("float16", "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", *checked)
+        ),
+        Part("train-saved", 60, 2, right("saved", "--dtype=float32", "--always_save_checkpoint=True", eager)),
+        Part("train-resumed", 60, 1, right("saved", "--dtype=float32", "--init_from=resume", "--max_iters=25", eager)),
+        Part("memory-2-ranks", 120, 2, bench("memory", "memory-2-ranks", "gpt2-medium", modes.removesuffix(",fsdp2"))),
+        Part("profile", 90, 1, fast("profile", *of_gpt2, "--max_iters=12", "--profile=True", eager)),
+        Part("train-compiled", 120, 2, right("compiled", "--compile=True")),
     ]
+
+
+def write_tokens() -> None:
+    """Write a dataset of random tokens. Some are more frequent than others (Zipf's law), which a model learns."""
+    os.makedirs(TOKENS, exist_ok=True)
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 4_000_000), ("val", 100_000)):
+        (generator.zipf(1.2, count) % 50257).astype(np.uint16).tofile(os.path.join(TOKENS, f"{split}.bin"))
 
 
 def run(part: Part, limit_s: float, folder: str) -> tuple[str, float]:
     """Run a part, write its output to a file, and return its result and its seconds."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={part.ranks}"] if part.ranks else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [os.path.join(ROOT, word) if word in ("train.py", "bench.py") else word for word in part.command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, **part.variables}
     begin = time.monotonic()
     path = os.path.join(folder, f"{part.name}.txt")
     with open(path, "w") as file:
         file.write(f"$ {' '.join([*torchrun, *part.command])}\n\n")
         file.flush()
         process = subprocess.Popen(
-            [sys.executable, *torchrun, *part.command],
-            cwd=ROOT,
+            [sys.executable, *torchrun, *command],
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -101,10 +172,7 @@ def run(part: Part, limit_s: float, folder: str) -> tuple[str, float]:
         )
         try:
             code = process.wait(limit_s)
-            with open(path) as printed:
-                checks = [line.strip() for line in printed if line.startswith("shadow check: ")]
-            differs = part.exact and not any("bit-identical" in check for check in checks)
-            result = f"failed with exit code {code}" if code else ", ".join(["failed" if differs else "ok", *checks])
+            result = f"failed with exit code {code}" if code else "ok"
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun ends its ranks, which have sessions of their own
             try:
@@ -113,34 +181,95 @@ def run(part: Part, limit_s: float, folder: str) -> tuple[str, float]:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             result = f"did not end within {limit_s:.0f} s"
-    return result, time.monotonic() - begin
+    with open(path) as file:
+        lines = {start: line.strip() for line in file for start in SHOWN if line.startswith(start)}
+    if result == "ok" and part.exact and "bit-identical" not in lines.get("shadow check: ", ""):
+        result = "failed"
+    return "; ".join([result, *lines.values()]), time.monotonic() - begin
 
 
-def main() -> None:
+def machine(card: str) -> str:
+    """Return what the figures depend on, in a line."""
+    facts = [card, f"{os.cpu_count()} cores", platform.system(), f"torch {torch.__version__}"]
+    if torch.cuda.is_available():
+        facts += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
+        with suppress(OSError):
+            command = ["nvidia-smi", f"--query-gpu={DRIVER}", "--format=csv,noheader"]
+            values = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[:1]
+            facts += [
+                f"{name}: {value}" for line in values for name, value in zip(DRIVER.split(","), line.split(", "), strict=False)
+            ]
+    return ", ".join(facts)
+
+
+class Record:
+    """The results of the parts so far, in results/<card>/, and everything in one archive."""
+
+    def __init__(self, card: str) -> None:
+        self.folder, self.archive = os.path.join("results", card), os.path.join("out-bench", f"{card}.tar.gz")
+        self.machine = machine(card)
+        self._path = os.path.join(self.folder, "parts.json")
+        self.parts: dict[str, dict[str, Any]] = {}
+        os.makedirs(self.folder, exist_ok=True)
+        os.makedirs("out-bench", exist_ok=True)
+        if os.path.exists(self._path):
+            with open(self._path) as file:
+                self.parts = json.load(file)
+
+    def is_ok(self, part: Part) -> bool:
+        """Return whether this command has succeeded, in this call or an earlier one."""
+        known = self.parts.get(part.name, {})
+        return known.get("result", "").startswith("ok") and known["command"] == part.command
+
+    def add(self, part: Part, result: str, seconds: float) -> str:
+        """Write the result of a part, and return its line."""
+        fields = {"date": date.today().isoformat(), "machine": self.machine, "command": part.command}
+        self.parts[part.name] = {**fields, "seconds": round(seconds, 1), "result": result}
+        with atomic_write(self._path) as path, open(path, "w") as file:
+            json.dump(self.parts, file, indent=1)
+        lines = {name: f"{name:20} {known['seconds']:6.1f} s  {known['result']}" for name, known in self.parts.items()}
+        of_machine = dict.fromkeys(f"{known['date']}: {known['machine']}" for known in self.parts.values())
+        with open(os.path.join(self.folder, "summary.txt"), "w") as file:
+            file.write("\n".join(["$ make bench-gpu", *of_machine, "", *lines.values()]) + "\n")
+        self._pack()
+        return lines[part.name]
+
+    def _pack(self) -> None:
+        """Pack the results, and of the runs the metrics, the report and the profile: the smallest files first."""
+        found = [path for path in glob.glob(f"{self.folder}/**", recursive=True) if os.path.isfile(path)]
+        for name in self.parts:
+            folder = os.path.join("out-bench", name)
+            found += [path for kind in ("metrics.jsonl", "report.md", "profile/*") for path in glob.glob(f"{folder}/{kind}")]
+        with atomic_write(self.archive) as path, tarfile.open(path, "w:gz") as archive:
+            for each in sorted(found, key=os.path.getsize):
+                if archive.offset + os.path.getsize(each) < ARCHIVE_BYTES:
+                    archive.add(each)
+
+
+def main(named: list[str]) -> None:
     on_gpu = torch.cuda.is_available()
     card = "-".join(torch.cuda.get_device_name().lower().split()) if on_gpu else "cpu"
-    folder = os.path.join(ROOT, "results", card)
-    os.makedirs(folder, exist_ok=True)
-    begin = time.monotonic()
-    lines = [
-        "$ make bench-gpu",
-        f"date: {date.today().isoformat()}",
-        f"machine: {card}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}",
-        "",
-    ]
-    print("\n".join(lines))
-    results = []
-    for part in parts(torch.cuda.device_count(), card):
-        left = BUDGET_S - (time.monotonic() - begin)
-        result, seconds = run(part, min(left, LIMIT_S), folder) if left > 5 else ("not run: no time left", 0.0)
-        results.append(result)
-        lines.append(f"{part.name:24} {seconds:6.1f} s  {result}")
-        print(lines[-1], flush=True)
-        with open(os.path.join(folder, "summary.txt"), "w") as file:
-            file.write("\n".join(lines) + "\n")
-    print(f"\nresults are in {os.path.relpath(folder)}")
-    sys.exit(0 if all(result.startswith("ok") for result in results) else 1)
+    every, slower, begin = parts(torch.cuda.device_count(), card), 1 if on_gpu else SLOWER, time.monotonic()
+    with exit_on_wrong_input():
+        if unknown := {*named} - {part.name for part in every}:
+            raise ValueError(f"PARTS={' '.join(unknown)} is not one of {', '.join(part.name for part in every)}")
+    record = Record(card)
+    print(record.machine)
+    write_tokens()
+    todo = [part for part in every if (part.name in named if named else not record.is_ok(part))]
+    left = []
+    for part in sorted(todo, key=lambda part: part.name in record.parts):  # those that have failed come last
+        remaining, limit_s = slower * BUDGET_S - (time.monotonic() - begin), slower * part.limit_s
+        if remaining < limit_s:
+            left.append(part.name)
+            continue
+        print(f"{part.name:20} at most {limit_s} s of {remaining:.0f} s that are left", flush=True)
+        print(record.add(part, *run(part, limit_s, record.folder)), flush=True)
+    print(f"\nresults are in {record.folder}, and with metrics and profile in {record.archive}")
+    if left:
+        print(f"no time is left for {' '.join(left)}: call it again")
+    sys.exit(0 if all(map(record.is_ok, todo)) else 1)
 
 
 if __name__ == "__main__":
-    main()
+    main([name for argument in sys.argv[1:] for name in argument.replace(",", " ").split()])

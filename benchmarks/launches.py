@@ -34,13 +34,14 @@ TIMED += [(ShardedOptimizer, "clip_grad_norm_", "clip"), (ShardedOptimizer, "ste
 PHASES = ("forward", "backward", "hooks", "clip", "update")
 
 
-def launch_rows(setup: Setup, modes: list[str], world_size: int) -> list[dict[str, Any]]:
-    """Return one row per mode: what rank 0 launches in each phase of an iteration with one micro-step, and how often it waits.
+def launch_rows(setup: Setup, modes: list[str], world_size: int) -> Iterator[dict[str, Any]]:
+    """Yield one row per mode: what rank 0 launches in each phase of an iteration with one micro-step, and how often it waits.
 
     With `shard_gradients`, it is the second micro-step of two. "hooks" are those of zero/ in backward, "clip" has the check
     whether the update is finite. The process must have been preloaded, see `pretended_gpu`. FSDP2 cannot be counted.
     """
-    return [{"world_size": world_size, "mode": mode, **_counted(setup, mode, world_size)} for mode in modes]
+    for mode in modes:
+        yield {"world_size": world_size, "mode": mode, **_counted(setup, mode, world_size)}
 
 
 def _counted(setup: Setup, mode: str, world_size: int) -> dict[str, int]:

@@ -147,14 +147,12 @@ def broadcasts_free_their_copies() -> Iterator[None]:
         yield
 
 
-def memory_rows(setup: Setup, modes: list[str]) -> list[dict[str, Any]]:
-    """Return one row per mode and point, from the rank that holds the most at this point. Needs to be called on all ranks."""
-    rows = []
+def memory_rows(setup: Setup, modes: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield one row per mode and point, from the rank that holds the most at this point. Needs to be called on all ranks."""
     for mode in modes:
         by_rank = gather_objects(MemoryProfile(setup, MODES[mode]).measure())
         fullest = {point: max((each[point] for each in by_rank), key=lambda rank: rank["total"]) for point in by_rank[0]}
-        rows += _rows(setup, mode, dist.get_world_size(), fullest)
-    return rows
+        yield from _rows(setup, mode, dist.get_world_size(), fullest)
 
 
 def _rows(setup: Setup, mode: str, world_size: int, points: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -184,18 +182,16 @@ def predicted_totals(setup: Setup, mode: Mode, world_size: int) -> dict[str, int
     }
 
 
-def simulated_rows(setup: Setup, modes: list[str], world_size: int) -> list[dict[str, Any]]:
-    """Return one row per mode and point, measured on rank 0 of a world whose other ranks do not exist.
+def simulated_rows(setup: Setup, modes: list[str], world_size: int) -> Iterator[dict[str, Any]]:
+    """Yield one row per mode and point, measured on rank 0 of a world whose other ranks do not exist.
 
     PyTorch's fake process group takes the place of the communication, so the steps compute with wrong gradients, but take
     real memory. Call it without a process group.
     """
-    rows = []
     for mode in modes:
         with simulated_world(world_size):
             points = MemoryProfile(setup, MODES[mode]).measure(can_save=False)
-            rows += [{"world_size": world_size, **row} for row in _rows(setup, mode, world_size, points)]
-    return rows
+            yield from [{"world_size": world_size, **row} for row in _rows(setup, mode, world_size, points)]
 
 
 @contextmanager

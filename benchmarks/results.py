@@ -1,4 +1,4 @@
-"""Print tables, and write them to a folder of results: text and JSON. The pictures are drawn from results.json:
+"""Tables of results, as text and JSON in a folder. The pictures are drawn from results.json:
 
 $ python -m benchmarks.results results/gpt2*/      # draws all pictures again
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 from charts.bars import memory_chart, time_chart, training_chart
 from charts.style import MEMORY, save, table
+from zero.checkpoint.files import atomic_write
 
 IN_BYTES = ("total", "predicted", "peak", *MEMORY)  # the tables show them in MB
 FORMS = {"largest difference": "{:.1g}", "ratio": "{:.3f}x"}
@@ -64,16 +65,19 @@ class Results:
             if (earlier := self.folder / "results.json").exists():
                 self.content = json.loads(earlier.read_text())
 
-    def add(self, measure: str, title: str, rows: list[dict[str, Any]], details: str = "") -> None:
-        """Print the rows of a measure as a table, and write it to <measure>.txt and results.json. `details` join the setup."""
-        text = _table(rows)
-        print(f"\n{title}\n{text}", flush=True)
-        if not self.folder:
-            return
-        setup = ", ".join(filter(None, [self.description["setup"], details]))
-        self.content[measure] = {**self.description, "setup": setup, "rows": rows}
-        (self.folder / f"{measure}.txt").write_text(f"{self.title}\n\n{title}\n{text}\n")
-        (self.folder / "results.json").write_text(json.dumps(self.content, indent=1))
+    def add(self, measure: str, title: str, rows: list[dict[str, Any]], details: str = "") -> str:
+        """Write the rows of a measure to <measure>.txt and results.json, and return them as text. `details` join the setup."""
+        text = f"{title}\n{_table(rows)}"
+        if self.folder:
+            setup = ", ".join(filter(None, [self.description["setup"], details]))
+            self.content[measure] = {**self.description, "setup": setup, "rows": rows}
+            for name, content in (
+                (f"{measure}.txt", f"{self.title}\n\n{text}\n"),
+                ("results.json", json.dumps(self.content, indent=1)),
+            ):
+                with atomic_write(str(self.folder / name)) as path:
+                    Path(path).write_text(content)
+        return text
 
 
 def draw(folder: str) -> None:

@@ -20,31 +20,33 @@ EXPOSED = "exposed communication"
 PARTS = ("forward and backward", "optimizer", EXPOSED)  # of a step; the first two are phases, without what they wait
 
 
-def time_rows(setup: Setup, modes: list[str], block_sizes: list[int], rounds: int, steps_per_turn: int) -> list[dict[str, Any]]:
-    """Return one row per block size and mode, with medians over the rounds. Needs to be called on all ranks.
+def time_rows(
+    setup: Setup, modes: list[str], block_sizes: list[int], rounds: int, steps_per_turn: int
+) -> Iterator[dict[str, Any]]:
+    """After each round, yield one row per mode for a block size, with medians over the rounds. Call it on all ranks.
 
     On a noisy machine, only measurements that were taken close together can be compared: the modes take turns, and the ratio
     is that to the first mode in the same round. The milliseconds are medians as well, so on a noisy machine they can have
     another order; the quartiles of the ratios say how certain it is. The first round is not counted.
     """
-    rows = []
     for block_size in block_sizes:
         of_size = replace(setup, config=replace(setup.config, block_size=block_size))
         contenders = {mode: TimedContender(of_size, MODES[mode]) for mode in modes}
-        counted = []
-        for _ in range(rounds + 1):
-            counted.append({mode: contender.turn(steps_per_turn) for mode, contender in contenders.items()})
-        del counted[0]
-        reference = [turns[modes[0]]["ms per step"] for turns in counted]
-        for mode in contenders:
-            own = [turns[mode] for turns in counted]
-            times = [turn["ms per step"] for turn in own]
-            ratios = [ms / other for ms, other in zip(times, reference, strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-            medians = {column: statistics.median(turn[column] for turn in own) for column in own[0]}
-            figures = {**medians, "ratio": middle, "ratio, quartiles": [low, high], "rounds, ms": times}
-            rows.append({"mode": mode, "block_size": block_size, **figures})
-    return rows
+        counted: list[dict[str, dict[str, float]]] = []
+        for number in range(rounds + 1):
+            turns = {mode: contender.turn(steps_per_turn) for mode, contender in contenders.items()}
+            if number == 0:
+                continue
+            counted.append(turns)
+            reference = [turns[modes[0]]["ms per step"] for turns in counted]
+            for mode in contenders:
+                own = [turns[mode] for turns in counted]
+                times = [turn["ms per step"] for turn in own]
+                ratios = [ms / other for ms, other in zip(times, reference, strict=True)]
+                low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+                medians = {column: statistics.median(turn[column] for turn in own) for column in own[0]}
+                figures = {**medians, "ratio": middle, "ratio, quartiles": [low, high], "rounds, ms": times}
+                yield {"mode": mode, "block_size": block_size, **figures}
 
 
 class TimedContender:

@@ -1,5 +1,6 @@
 """Loss and peak of memory of the same short training in each mode."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,24 +14,22 @@ from forecast.modes import MODES
 from zero.host_comm import gather_objects
 
 
-def training_rows(setup: Setup, modes: list[str], data: Dataset, steps: int) -> list[dict[str, Any]]:
-    """Return one row per mode: the peak of the fullest rank, and the losses. A step has two micro-steps in both.
+def training_rows(setup: Setup, modes: list[str], data: Dataset, steps: int) -> Iterator[dict[str, Any]]:
+    """Yield one row per mode: the peak of the fullest rank, and the losses. A step has two micro-steps in both.
 
     All modes begin with the same weights and get the same batches. A token beyond a small vocabulary becomes another one.
     Needs to be called on all ranks.
     """
-    rows: list[dict[str, Any]] = []
+    first: dict[str, Any] = {}
     for mode in modes:
         by_rank = gather_objects(MemoryProfile(setup, MODES[mode]).measure(can_save=False))
         peak = max(points["peak"]["total"] for points in by_rank)
         free_unused_memory()
-        rows.append({"mode": mode, "peak": peak, "losses": _losses(setup, mode, data, steps)})
-    first = rows[0]
-    for row in rows:
-        differences = [abs(loss - other) for loss, other in zip(row["losses"], first["losses"], strict=True)]
-        row["saved, %"] = 100 * (1 - row["peak"] / first["peak"])
-        row |= {"first loss": row["losses"][0], "last loss": row["losses"][-1], "largest difference": max(differences)}
-    return rows
+        losses = _losses(setup, mode, data, steps)
+        first = first or {"peak": peak, "losses": losses}
+        differences = [abs(loss - other) for loss, other in zip(losses, first["losses"], strict=True)]
+        row = {"mode": mode, "peak": peak, "losses": losses, "saved, %": 100 * (1 - peak / first["peak"])}
+        yield row | {"first loss": losses[0], "last loss": losses[-1], "largest difference": max(differences)}
 
 
 def _losses(setup: Setup, mode: str, data: Dataset, steps: int) -> list[float]:

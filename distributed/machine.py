@@ -24,43 +24,44 @@ class Card(NamedTuple):
     tflops: float  # dense peak of the tensor cores in bfloat16 or float16
     memory_gb: float  # all that CUDA reports, in 10^9 bytes: the least that was seen
     link_gbit: float  # to the other GPUs of its machine, one way: NVLink or Infinity Fabric, otherwise PCI Express
+    memory_gbps: float  # read or written, in 10^9 bytes per second
     has_bfloat16: bool = True
 
 
 # From the data sheets of NVIDIA and AMD, products summed in float32; the memory from PyTorch's error messages ("has a total
 # capacity of 22.03 GiB").
 CARDS = {
-    "B200": Card(2250.0, 191.4, 7200),
-    "GH200": Card(989.4, 101.4, 3600),
-    "H200": Card(989.4, 149.9, 3600),
-    "H100 PCIe": Card(756.0, 84.9, 512),
-    "H100 NVL": Card(835.0, 99.8, 512),
-    "H100": Card(989.4, 84.9, 3600),
-    "A100-40": Card(312.0, 42.2, 2400),
-    "A100": Card(312.0, 84.9, 2400),
-    "A800": Card(312.0, 84.9, 1600),
-    "A6000": Card(154.8, 51.0, 256),
-    "6000 Ada": Card(364.2, 47.7, 256),
-    "A40": Card(149.7, 47.5, 256),
-    "A30": Card(165.0, 25.2, 256),
-    "A10G": Card(70.0, 23.6, 256),
-    "A10": Card(125.0, 23.6, 256),
-    "L40S": Card(362.0, 47.5, 256),
-    "L40": Card(181.0, 47.5, 256),
-    "L4": Card(121.0, 23.6, 256),
-    "V100-32": Card(125.0, 34.0, 1200, has_bfloat16=False),
-    "V100": Card(125.0, 16.9, 1200, has_bfloat16=False),
-    "T4": Card(65.0, 15.6, 128, has_bfloat16=False),
-    "5090": Card(209.5, 33.6, 512),
-    "5080": Card(112.6, 16.6, 512),
-    "4090": Card(165.2, 25.2, 256),
-    "4080": Card(97.5, 16.6, 256),
-    "4070 Ti": Card(80.2, 12.5, 256),
-    "3090": Card(71.0, 25.2, 256),
-    "3080": Card(59.5, 10.5, 256),
-    "2080 Ti": Card(53.8, 11.5, 128, has_bfloat16=False),
-    "MI300X": Card(1307.4, 206.0, 3584),
-    "MI250X": Card(191.5, 68.7, 800),
+    "B200": Card(2250.0, 191.4, 7200, 8000),
+    "GH200": Card(989.4, 101.4, 3600, 4000),
+    "H200": Card(989.4, 149.9, 3600, 4800),
+    "H100 PCIe": Card(756.0, 84.9, 512, 2000),
+    "H100 NVL": Card(835.0, 99.8, 512, 3900),
+    "H100": Card(989.4, 84.9, 3600, 3350),
+    "A100-40": Card(312.0, 42.2, 2400, 1555),
+    "A100": Card(312.0, 84.9, 2400, 2039),
+    "A800": Card(312.0, 84.9, 1600, 2039),
+    "A6000": Card(154.8, 51.0, 256, 768),
+    "6000 Ada": Card(364.2, 47.7, 256, 960),
+    "A40": Card(149.7, 47.5, 256, 696),
+    "A30": Card(165.0, 25.2, 256, 933),
+    "A10G": Card(70.0, 23.6, 256, 600),
+    "A10": Card(125.0, 23.6, 256, 600),
+    "L40S": Card(362.0, 47.5, 256, 864),
+    "L40": Card(181.0, 47.5, 256, 864),
+    "L4": Card(121.0, 23.6, 256, 300),
+    "V100-32": Card(125.0, 34.0, 1200, 900, has_bfloat16=False),
+    "V100": Card(125.0, 16.9, 1200, 900, has_bfloat16=False),
+    "T4": Card(65.0, 15.6, 128, 320, has_bfloat16=False),
+    "5090": Card(209.5, 33.6, 512, 1792),
+    "5080": Card(112.6, 16.6, 512, 960),
+    "4090": Card(165.2, 25.2, 256, 1008),
+    "4080": Card(97.5, 16.6, 256, 717),
+    "4070 Ti": Card(80.2, 12.5, 256, 504),
+    "3090": Card(71.0, 25.2, 256, 936),
+    "3080": Card(59.5, 10.5, 256, 760),
+    "2080 Ti": Card(53.8, 11.5, 128, 616, has_bfloat16=False),
+    "MI300X": Card(1307.4, 206.0, 3584, 5300),
+    "MI250X": Card(191.5, 68.7, 800, 1638),
 }
 
 _ANY_CARD = r"nvidia|tesla|amd|instinct|generation|sxm\d?|hbm\d?e?"  # words that do not tell one card from another
@@ -69,8 +70,10 @@ _ANY_CARD = r"nvidia|tesla|amd|instinct|generation|sxm\d?|hbm\d?e?"  # words tha
 # memory"): 0.2 on an L4 (evo2#190), 0.5 on a 4090 (pytorch#16417). Workspaces of cuBLAS and cuBLASLt, for forward's thread and
 # for backward's: 32 MiB each from Hopper on, 4 to 8 MiB before (pytorch#120925).
 CUDA_GB = 0.6
-# Communicators of NCCL: 0.5 on eight H100 before an all-to-all, which Muon starts, and 3.3 more after the first (nccl#1685).
+# Communicators of NCCL, the least and the most: 0.5 and 0.7 on two and four A100 (nccl#964), 1.1 on eight H100 with CUDA's
+# context, and 3.3 more after the first all-to-all (nccl#1685), which Muon and bfloat16 weights start.
 NCCL_GB = 0.6
+NCCL_ALL_TO_ALL_GB = 3.9
 
 
 def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str, str]:

@@ -47,6 +47,10 @@ class FullyShardedPrediction(Prediction):
         return {"all-gather": self.micro_steps * (2 * whole - root), "reduce-scatter": self.micro_steps * trained}
 
     @property
+    def exposed_share(self) -> float:
+        return self.root_numel / max(1, self._gathered)
+
+    @property
     def gathered_in_forward(self) -> float:
         """Part of the all-gathers that runs in forward."""
         return self._gathered / (2 * self._gathered - self.root_numel)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distributed.machine import CARDS, CUDA_GB, NCCL_GB, card, resolve_dtype
+from distributed.machine import CARDS, CUDA_GB, NCCL_ALL_TO_ALL_GB, NCCL_GB, card, resolve_dtype
 from forecast.fully_sharded import FullyShardedPrediction
 from forecast.modes import LOSS_CHUNK, MODES, batch_in_words, divided_batch, muon_of
 from forecast.prediction import PURPOSES, Activations, Workload
@@ -15,6 +15,7 @@ from forecast.run_memory import CPU_RESIDENT, Forecast, forecast, gpt_specs, pla
 from forecast.step_time import Network
 from model import GPT, GPTConfig, without_weights
 from zero.codecs import SMALLEST
+from zero.collectives import KINDS
 from zero.flags import Flags
 from zero.layout import Plan, replicated_plan
 from zero.muon.muon import NS_STEPS
@@ -73,8 +74,9 @@ class Planner:
         self.flops: float | None = None  # per second and rank; None: not known
         if self.device_type == "cuda" and self.dtype != "float32":
             self.flops = found.tflops * 1e12 * settings["mfu"] / 100
-        if settings["gpu_hour_price"] and self.flops is None:
-            raise ValueError("gpu_hour_price needs the speed of the GPUs, which is known for bfloat16 and float16 on cuda only")
+        for key in ("gpu_hour_price", "explain_step"):
+            if settings[key] and self.flops is None:
+                raise ValueError(f"{key} needs the speed of the GPUs, which is known for bfloat16 and float16 on cuda only")
         self._plans: dict[tuple[Flags, int], Plan] = {}
 
     def memory(self, world_size: int) -> int:
@@ -89,8 +91,10 @@ class Planner:
         if self.given_gb:
             return f"{self.given_gb:g} GB" + (f" ({tensors} for tensors)" if self.device_type == "cpu" else "")
         libraries = "CUDA, cuBLAS and NCCL" if world_size > 1 else "CUDA and cuBLAS"
-        whole, taken = self.card.memory_gb, self._taken_gb(world_size)
-        return f"{tensors} ({self.settings['gpu']}: {whole:g} GB, less {taken:g} for {libraries})"
+        whole, taken = self.card.memory_gb, f"{self._taken_gb(world_size):g}"
+        if world_size > 1 and (not self.has_adamw or weight_dtype(self.settings["param_dtype"]) != "float32"):
+            taken += f" to {CUDA_GB + NCCL_ALL_TO_ALL_GB:g}"  # the collectives of these modes include an all-to-all
+        return f"{tensors} ({self.settings['gpu']}: {whole:g} GB, less {taken} for {libraries})"
 
     def _taken_gb(self, world_size: int) -> float:
         return CUDA_GB + NCCL_GB * (world_size > 1)
@@ -200,6 +204,7 @@ class Planner:
             "fits": "yes" if self.fits(result) else "no",
             "sent": sum(sent.values()),
             "between": round(sum(between.values())),
+            "parts_ms": self.parts_of_a_step(result, choice) if self.flops and mode != "fsdp2_reshard" else {},
             "sent_ms": 1e3 * sum(self.network.seconds(prediction).values()),
             "exposed_ms": 1e3 * exposed,
             "seconds": seconds,
@@ -249,12 +254,38 @@ class Planner:
         """Return the seconds of an iteration, and how many of them communication takes alone; 0, 0: the speed is not known."""
         if self.flops is None:
             return 0.0, 0.0
-        forward = choice.batch_size * self.config.block_size * self.flops_per_token / self.flops / 3
+        computing, exposed = self._computing_and_exposed(result, choice, self.flops)
+        return computing + sum(exposed.values()), sum(exposed.values())
+
+    def _computing_and_exposed(self, result: Forecast, choice: Choice, flops: float) -> tuple[float, dict[str, float]]:
+        """Return the seconds in which an iteration multiplies matrices, and in which it waits, by kind of collective."""
+        forward = choice.batch_size * self.config.block_size * self.flops_per_token / flops / 3
         backward = (3 if choice.activation_checkpointing else 2) * forward
         prediction = result.prediction
-        newton_schulz = prediction.iteration_flops * NS_STEPS / self.flops
-        exposed = self.network.exposed(prediction, forward, backward, newton_schulz) if prediction.world_size > 1 else 0.0
-        return prediction.micro_steps * (forward + backward) + newton_schulz + exposed, exposed
+        newton_schulz = prediction.iteration_flops * NS_STEPS / flops
+        exposed = self.network.exposed(prediction, forward, backward, newton_schulz) if prediction.world_size > 1 else {}
+        return prediction.micro_steps * (forward + backward) + newton_schulz, exposed
+
+    def parts_of_a_step(self, result: Forecast, choice: Choice) -> dict[str, float]:
+        """Return what an iteration consists of on a GPU, in ms by name; of communication what nothing hides.
+
+        `matrices` at the MFU of the settings, everything else at the bandwidth of the memory: autocast's copies of the weights
+        and of their gradients, sums and copies of gradients, the norm with the scaling, the update.
+        """
+        assert self.flops is not None
+        held, plan = result.prediction, result.prediction.plan
+        computing, exposed = self._computing_and_exposed(result, choice, self.flops)
+        gradients, steps, is_sharded = held.full_gradients, held.micro_steps, bool(plan.buffers)
+        sends = steps if held.shard_gradients else 1
+        casts = 0 if plan.has_masters or self.dtype == "float32" else steps * 2 * 1.5 * gradients
+        copies = 3 * gradients * (steps - sends) + 2 * gradients * sends * (held.world_size > 1)  # into buckets
+        shard = held.owned if is_sharded else gradients  # sums are float32
+        updated = (
+            held.owned + 2 * held.state + 2 * (held.master or held.owned) + gradients // plan.world_size * plan.has_masters
+        )
+        moved = {"autocast": casts, "gradients": copies, "clip": 3 * shard, "update": updated}  # bytes
+        ms = {name: count / self.card.memory_gbps / 1e6 for name, count in moved.items()}
+        return {"matrices": 1e3 * computing, **ms, **{kind: 1e3 * exposed.get(kind, 0.0) for kind in KINDS}}
 
     def activations(self, choice: Choice) -> Activations:
         """Return the activations of a micro-step."""

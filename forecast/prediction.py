@@ -22,6 +22,7 @@ from zero.layout import BufferPlan, ParameterSpec, Plan
 from zero.muon.matrices import MatrixPlan, iteration_flops, matrix_plan, stacked
 from zero.tensors import piece_numel
 
+_BUCKET_BYTES = 25_000_000  # of DistributedDataParallel, by default
 PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
 
 # before the first step; after a micro-step that is not the last one of its iteration; after the last backward and after
@@ -117,6 +118,14 @@ class Prediction:
     def sent(self) -> dict[str, int]:
         """Return the bytes that this rank sends per iteration, by kind of collective."""
         return {}
+
+    @cached_property
+    def exposed_share(self) -> float:
+        """Part of the gradients, and of the weights, whose communication nothing hides: at least a bucket.
+
+        The gradient of the parameter that is registered first, the embedding, arrives last, and forward reads it first.
+        """
+        return min(1.0, max(_BUCKET_BYTES, self._last_gradient) / max(1, self.full_gradients))
 
     @cached_property
     def iteration_flops(self) -> int:
@@ -277,6 +286,11 @@ class ShardedPrediction(Prediction):
         return sent
 
     @cached_property
+    def exposed_share(self) -> float:
+        whole = sum(buffer.layout.padded_numel * buffer.dtype.itemsize for buffer in self.plan.buffers)
+        return max(1 / max(1, len(self._own_shards)), 1 - self._bytes_before_last / max(1, whole))
+
+    @cached_property
     def iteration_flops(self) -> int:
         return owned_flops(self._matrices, self.rank)
 
@@ -426,7 +440,8 @@ class ShardedPrediction(Prediction):
         # by number: bucket, received, shard after the first micro-step and after the last one
         buckets: list[tuple[FlatTensor, list[FlatTensor], FlatTensor, FlatTensor]] = []
         for buffer, shard in self._own_shards:
-            numels = received_numels(len(shard), self.plan.world_size, self.on_cpu, buffer.dtype in SUMMED_BY_NCCL)
+            ranks, native = self.plan.world_size, buffer.dtype in SUMMED_BY_NCCL
+            numels = received_numels(len(shard), ranks, self.on_cpu, native) if ranks > 1 else []
             received = [(numel, buffer.dtype) for numel in numels]
             bucket = (self.plan.world_size * len(shard), buffer.dtype)
             first, last = ((len(shard), self._gradient_dtype(buffer, micro_steps)) for micro_steps in (1, self.micro_steps))

@@ -6,8 +6,6 @@ from forecast.fully_sharded import FullyShardedPrediction
 from forecast.prediction import Prediction, ShardedPrediction
 from zero.collectives import KINDS
 
-_BUCKET_BYTES = 25_000_000  # of DistributedDataParallel, by default
-
 
 class Network(NamedTuple):
     """What can be sent."""
@@ -39,8 +37,8 @@ class Network(NamedTuple):
             for kind, count in prediction.sent().items()
         }
 
-    def exposed(self, prediction: Prediction, forward: float, backward: float, newton_schulz: float = 0.0) -> float:
-        """Return the seconds of an iteration in which computation waits for communication.
+    def exposed(self, prediction: Prediction, forward: float, backward: float, newton_schulz: float = 0.0) -> dict[str, float]:
+        """Return the seconds of an iteration in which computation waits for communication, by kind of collective.
 
         Args:
             prediction: of a rank.
@@ -49,23 +47,26 @@ class Network(NamedTuple):
             newton_schulz: seconds of an iteration in which Muon computes with whole matrices.
 
         Reductions run during the backward that sends them, all-gathers during the next forward, the exchange of matrices while
-        others are transformed, and the broadcasts of ZeroRedundancyOptimizer during nothing. One bucket is always exposed: the
-        last that backward fills, the first that forward reads.
+        others are transformed, and the broadcasts of ZeroRedundancyOptimizer during nothing. Always exposed is the embedding,
+        see `Prediction.exposed_share`.
         """
         micro_steps = prediction.micro_steps
         took = dict.fromkeys(KINDS, 0.0) | self.seconds(prediction)
-        buckets = sum(len(buffer.layout.shards) for buffer in prediction.plan.buffers)
-        buckets = max(1, buckets or prediction.full_gradients // _BUCKET_BYTES)
 
         def not_hidden(seconds: float, by: float) -> float:
-            return max(seconds / buckets, seconds - by)
+            return max(seconds * prediction.exposed_share, seconds - by)
 
         if isinstance(prediction, FullyShardedPrediction):  # gathers in forward and in backward
             total, reduce = took["all-gather"] / micro_steps, took["reduce-scatter"] / micro_steps
             gather = total * prediction.gathered_in_forward
-            return micro_steps * (not_hidden(gather, forward) + not_hidden(total - gather + reduce, backward))
+            in_backward = micro_steps * not_hidden(total - gather + reduce, backward)
+            return {"all-gather": micro_steps * not_hidden(gather, forward), "reduce-scatter": in_backward}
         sending = micro_steps if prediction.shard_gradients else 1  # backwards that send
         each = took["reduce-scatter"] / sending
-        reductions = (sending - 1) * not_hidden(each, backward) + not_hidden(each + took["all-reduce"], backward)
-        exchange = not_hidden(took["all-to-all"], newton_schulz)
-        return reductions + exchange + not_hidden(took["all-gather"], forward) + took["broadcast"]
+        last = not_hidden(each + took["all-reduce"], backward)  # of replicas, too
+        return {
+            "reduce-scatter" if each else "all-reduce": (sending - 1) * not_hidden(each, backward) + last,
+            "all-to-all": not_hidden(took["all-to-all"], newton_schulz),
+            "all-gather": not_hidden(took["all-gather"], forward),
+            "broadcast": took["broadcast"],
+        }

@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import wraps
+from importlib import import_module
 from multiprocessing import util
 from pathlib import Path
 
@@ -61,6 +62,16 @@ def import_from(folder):
 
 def without_module(name):
     sys.modules[name] = None
+
+
+def fails_later(module, owner, name, times):
+    """Let a method fail after it has run some times."""
+    left = iter(range(times))
+
+    @around(getattr(import_module(module), owner), name)
+    def fail(original, *args, **options):
+        next(left)
+        return original(*args, **options)
 
 
 def no_vocabulary():

@@ -196,7 +196,7 @@ def test_no_batch_fits_where_saving_does_not():
 def test_every_setting_of_the_trainer_is_accepted():
     """With its default. Its help explains plan.py's own only."""
     settings, own = defaults_of("train.py"), {"world_size", "vocab_size", "gpu_memory_gb", "json"}
-    own |= {"bandwidth_gbit", "between_gbit", "ranks_per_machine", "find", "gpu", "mfu", "gpu_hour_price"}
+    own |= {"bandwidth_gbit", "between_gbit", "ranks_per_machine", "find", "gpu", "mfu", "gpu_hour_price", "explain_step"}
     assert set(defaults_of("plan.py")) == own
     accepted = settings_of(os.path.join(ROOT, "plan.py"), TRAIN)
     assert accepted.keys() - {"__annotations__", "__files__"} == settings.keys() | own
@@ -212,6 +212,7 @@ MISTAKES = {
     "--init_from=resume": "plan.py reads no checkpoint",
     "--device=gpu": "device=gpu is not one of auto, cpu, cuda, mps",
     "--json=data": "json=data is a folder",
+    "--explain_step=True": "explain_step needs the speed of the GPUs",
     "--find=batch --json=plan.json": "find prints no table; remove --json",
     "--device=cuda --gpu=A101": "gpu=A101 is not one of B200, ",
     "--device=cuda --gpu=V100 --param_dtype=bfloat16": "no bfloat16 and computes in float16; use --param_dtype=float32",

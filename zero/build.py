@@ -66,7 +66,7 @@ def build(
                 tensor.data = tensor.data.to(device)
         arguments |= {option.name: getattr(flags, option.name) for option in fields(Options)}
         sharded = ShardedOptimizer(groups, optimizer_cls, registration_order=model.parameters(), device=device, **arguments)
-        wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap if world_size > 1 else ())
+        wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap)
         return wrapped, sharded
     model.to(device)
     if implementation == "torch":

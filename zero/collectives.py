@@ -34,7 +34,7 @@ def received_numels(own: int, ranks: int, on_cpu: bool, native: bool) -> list[in
 
     Between CPUs, there is one for each other rank. Between GPUs, one holds the sum (`native`: of the backend) or all parts.
     """
-    if on_cpu or ranks == 1:
+    if on_cpu:
         return [own] * (ranks - 1)
     return [own] if native else [ranks * own]
 
@@ -123,6 +123,11 @@ class Communicator:
         self.sent_bytes: Counter[str] = Counter()  # bytes that this rank sent, by kind of collective
         self.waits = Stopwatch(of_collectives=True)  # exposed communication: time that the computation waited, by kind
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether a shard is the whole bucket, so that nothing is sent. `benchmarks.exact` lets a rank send to itself."""
+        return self.shard_size == 1
+
     def reduce_scatter(self, bucket: torch.Tensor) -> ReduceScatterWork:
         """Start a reduce-scatter over the shard group: send the parts of each shard to the rank that owns it.
 
@@ -132,7 +137,7 @@ class Communicator:
         float32, while a ring would round every partial sum.
         """
         self.sent_bytes["reduce-scatter"] += bucket.nbytes - bucket.nbytes // self.shard_size
-        if self.shard_size == 1:
+        if self.is_alone:
             return ReduceScatterWork(bucket, [bucket], [], [])
         on_cpu = is_on_cpu(bucket)
         native = self._is_native(bucket) and bucket.dtype in SUMMED_BY_NCCL
@@ -160,7 +165,7 @@ class Communicator:
             total = parts[0].sum(0, dtype=like.dtype)
             return total if shard is None else shard.add_(total)
         before = [] if shard is None else [shard]
-        if not before and self.world_size == 1 and reduction.bucket.dtype != torch.float16:
+        if not before and self.world_size == 1 and not received and reduction.bucket.dtype != torch.float16:
             return reduction.bucket  # a GradScaler unscales float16 in float32 only
         if not before and received and (received[0].shape, received[0].dtype) == (like.shape, like.dtype):
             shard, *received = received
@@ -186,10 +191,10 @@ class Communicator:
         numel = bucket.numel() // self.shard_size
         own = bucket[self.shard_rank * numel : (self.shard_rank + 1) * numel]
         self.sent_bytes["all-gather"] += (self.shard_size - 1) * own.nbytes
-        if self.shard_size > 1 and self._is_native(bucket):
+        if not self.is_alone and self._is_native(bucket):
             return [_all_gather_single(bucket, own, group=self.shard_group, async_op=True)]
         shards = bucket.chunk(self.shard_size)
-        if is_on_cpu(bucket) or self.shard_size == 1:
+        if is_on_cpu(bucket) or self.is_alone:
             return self._exchange([own] * self.shard_size, dict(enumerate(shards)), PARAMETERS)
         return [
             dist.broadcast(shard, group_src=owner, group=self.shard_group, async_op=True) for owner, shard in enumerate(shards)
@@ -203,7 +208,7 @@ class Communicator:
         incoming = outgoing.new_empty(sum(received))
         parts, places = outgoing.split(sent), incoming.split(received)
         self.sent_bytes["all-to-all"] += outgoing.nbytes - parts[self.shard_rank].nbytes
-        if is_on_cpu(outgoing) or self.shard_size == 1:
+        if is_on_cpu(outgoing) or self.is_alone:
             places[self.shard_rank].copy_(parts[self.shard_rank])
             return AllToAllWork(outgoing, incoming, self._exchange(parts, dict(enumerate(places)), MATRICES))
         work: Any = dist.all_to_all_single(incoming, outgoing, received, sent, group=self.shard_group, async_op=True)

@@ -74,12 +74,13 @@ class ShardedDataParallel(nn.Module):
             module.to(optimizer.plan.param_dtype)
         self._broadcast_unsharded()
         self.reducer = optimizer.source = Reducer(self)
-        if optimizer.plan.has_masters or units:
+        overlaps = units and not optimizer.comm.is_alone
+        if optimizer.plan.has_masters or overlaps:
             for part in module.modules():
                 part.register_state_dict_pre_hook(_Hook(lambda *_: optimizer.synchronize()))
                 part.register_load_state_dict_pre_hook(_Hook(self._before_loading))
                 part.register_load_state_dict_post_hook(_Hook(lambda of, _: optimizer.expect_versions(self._loaded.pop(of))))
-        if units:
+        if overlaps:
             self._install_waits(units)
 
     def _check_parameters(self) -> None:

@@ -68,7 +68,7 @@ class SliceUpdate:
                     self._update(buckets)
                 yield buckets
         except BaseException:
-            if self.exchange is not None and self.exchange.comm.shard_size > 1:
+            if self.exchange is not None and not self.exchange.comm.is_alone:
                 _FAILED.append(self)
             raise
 

@@ -111,19 +111,40 @@ def test_the_answers_of_find_are_the_largest_that_fit():
 def test_communication_that_computation_cannot_hide():
     """8 ranks on two machines: a ring crosses to the other machine from one of four ranks."""
     choice = planner().chosen(8)
-    prediction = planner(bucket_mb=0.5).forecast(choice, 8).prediction
-    buckets = len(prediction.plan.buffers[0].layout.shards)
+    prediction = planner(bucket_mb=0.1).forecast(choice, 8).prediction
+    (buffer,) = prediction.plan.buffers
+    embedding = buffer.layout.padded_numel - buffer.layout.offsets[buffer.params.index(0)]  # it is registered first
+    share = embedding / buffer.layout.padded_numel
+    assert share > 2 / len(buffer.layout.shards), "it fills several buckets"
     sent = prediction.sent()
     network = Network(inside=8.0, across=2.0, ranks_per_machine=4)
     assert network.across_machines(prediction) == {kind: count / 4 for kind, count in sent.items()}
     took = network.seconds(prediction)
     assert took == {kind: pytest.approx((0.75 * count / 8 + 4 * 0.25 * count / 2) * 8 / 1e9) for kind, count in sent.items()}
-    assert network.exposed(prediction, 1e9, 1e9) == pytest.approx(sum(took.values()) / buckets)
-    assert network.exposed(prediction, 0, 0) == pytest.approx(sum(took.values()))
+    for seconds, exposed in ((1e9, share), (0, 1)):  # of computation, and which part of the communication it leaves
+        found = network.exposed(prediction, seconds, seconds)
+        assert {kind: found.get(kind, 0) for kind in took} == {kind: pytest.approx(ms * exposed) for kind, ms in took.items()}
     assert network._replace(ranks_per_machine=8).across_machines(prediction) == dict.fromkeys(sent, 0.0)
     torch_impl = planner(zero1_impl="torch")
     broadcasts = torch_impl.forecast(torch_impl.chosen(8), 8).prediction
-    assert network.exposed(broadcasts, 1e9, 1e9) >= network.seconds(broadcasts)["broadcast"]
+    assert network.exposed(broadcasts, 1e9, 1e9)["broadcast"] == network.seconds(broadcasts)["broadcast"]
+
+
+def test_the_parts_of_a_step():
+    """On an A100, with 2039 GB/s: what moves through its memory, beside the products of matrices."""
+    one = planner(device="cuda", gpu="A100", mfu=50.0, gradient_accumulation_steps=16, **NOTHING_FITS)
+    rows = {row["mode"]: row for row in one.rows(8)}
+    params, kept = sum(spec.numel for spec in one.specs), 2039e6  # bytes in a ms
+    sharded, bfloat16, plain = (rows[mode]["parts_ms"] for mode in ("sharded", "bfloat16", "adamw"))
+    assert sharded["autocast"] == pytest.approx(2 * 2 * 6 * params / kept), "two micro-steps: weights and gradients"
+    assert bfloat16["autocast"] == 0
+    assert sharded["gradients"] == pytest.approx((3 + 2) * 4 * params / kept), "a sum of two, and a copy"
+    assert bfloat16["gradients"] == pytest.approx(sharded["gradients"] / 2)
+    assert plain["clip"] == pytest.approx(12 * params / kept)
+    assert sharded["clip"] == pytest.approx(plain["clip"] / 8, rel=0.02)
+    assert plain["update"] == pytest.approx(28 * params / kept)
+    assert sharded["update"] == pytest.approx(plain["update"] / 8, rel=0.02)
+    assert sum(sharded.values()) > 1e3 * rows["sharded"]["seconds"] > sharded["matrices"]
 
 
 def test_the_time_of_a_run():

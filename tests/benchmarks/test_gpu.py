@@ -1,0 +1,113 @@
+"""`make bench-gpu`: its parts, what a call leaves for the next one, and what it brings home."""
+
+import os
+import subprocess
+import sys
+import tarfile
+
+import pytest
+from conftest import ROOT
+
+from benchmarks import gpu
+from benchmarks.gpu import Part
+
+FAILS_ONCE = "import os, sys; os.path.exists('ran') and sys.exit(0); open('ran', 'w'); sys.exit('the first time')"
+PARTS = [
+    Part("prints", 1, 0, ["-c", "print('iter 1: loss 4')\nprint('iter 2: loss 3')"]),
+    Part("fails", 1, 0, ["-c", FAILS_ONCE]),
+    Part("hangs", 1, 0, ["-c", "import time; print('a row', flush=True); time.sleep(60)"]),
+    Part("must be exact", 1, 0, ["-c", "print('shadow check: the largest difference is 0.1')"], exact=True),
+    Part("long", 100, 0, ["-c", "pass"]),
+]
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """A function that calls bench-gpu with `PARTS` and returns its exit code, its lines by part, and its last line."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"parts": lambda *_: PARTS, "SLOWER": 1, "BUDGET_S": 90, "machine": lambda card: card}.items():
+        monkeypatch.setattr(gpu, name, value)
+
+    def call(*named):
+        with pytest.raises(SystemExit) as end:
+            gpu.main(list(named))
+        printed = capsys.readouterr()
+        lines = [line.split(" s  ") for line in printed.out.splitlines() if " s  " in line]
+        return (
+            end.value.code,
+            {line[:20].strip(): result for line, result in lines},
+            (printed.out + printed.err).splitlines()[-1],
+        )
+
+    return call
+
+
+def test_a_second_call_goes_on_where_the_first_stopped(call):
+    code, lines, last = call()
+    assert (code, last) == (1, "no time is left for long: call it again")
+    assert list(lines) == ["prints", "fails", "hangs", "must be exact"]
+    assert lines["prints"] == "ok; iter 2: loss 3"
+    assert lines["fails"] == "failed with exit code 1"
+    assert lines["hangs"] == "did not end within 1 s"
+    assert lines["must be exact"].startswith("failed; shadow check: ")
+    gpu.BUDGET_S = 200
+    code, lines, last = call()
+    assert list(lines) == ["long", "fails", "hangs", "must be exact"], "what has failed comes after what is new"
+    assert lines["long"] == lines["fails"] == "ok"
+    assert (code, last) == (1, "results are in results/cpu, and with metrics and profile in out-bench/cpu.tar.gz")
+    code, lines, _ = call("prints")
+    assert (code, list(lines)) == (0, ["prints"]), "a part that is named runs again"
+    with open("results/cpu/summary.txt") as file:
+        assert [line.split(" s  ")[0][:20].strip() for line in file if " s  " in line] == [part.name for part in PARTS[:4]] + [
+            "long"
+        ]
+    with open("results/cpu/hangs.txt") as file:
+        assert file.read().endswith("\na row\n"), "what it had written is kept"
+
+
+def test_an_unknown_part_is_refused(call, tmp_path):
+    code, lines, last = call("prints", "memory-xxl")
+    assert (code, lines) == (2, {})
+    assert last == "error: PARTS=memory-xxl is not one of prints, fails, hangs, must be exact, long"
+    assert not os.listdir(tmp_path)
+
+
+def test_the_archive_takes_the_smallest_files_first(call, monkeypatch):
+    monkeypatch.setattr(gpu, "ARCHIVE_BYTES", 20_000)
+    os.makedirs("out-bench/prints/profile")
+    for name, size in (
+        ("metrics.jsonl", 10),
+        ("profile/rank0.json.gz", 3000),
+        ("profile/memory.pickle", 20_000),
+        ("ckpt.pt", 5),
+    ):
+        with open(f"out-bench/prints/{name}", "wb") as file:
+            file.write(os.urandom(size))
+    call("prints")
+    with tarfile.open("out-bench/cpu.tar.gz") as archive:
+        names = archive.getnames()
+    assert {"results/cpu/prints.txt", "results/cpu/parts.json", "out-bench/prints/metrics.jsonl"} < {*names}
+    assert names[-1] == "out-bench/prints/profile/rank0.json.gz"
+    assert os.path.getsize("out-bench/cpu.tar.gz") < 20_000
+
+
+def test_the_parts_for_several_gpus():
+    """One rank per GPU; groups that share the state have replicas, and their weights are compared with plain AdamW's."""
+    for gpus in (2, 3, 4, 8):
+        parts = {part.name: part for part in gpu.parts(gpus, "card")}
+        hybrid = {name: part.ranks for name, part in parts.items() if name.startswith("train-hybrid")}
+        assert hybrid == {f"train-hybrid-{size}": 2 * size for size in (1, 2) if 2 * size <= gpus}
+        assert all("--shadow_check=5" in parts[name].command for name in hybrid)
+        assert max(part.ranks for part in parts.values()) == gpus
+    assert {part.name for part in gpu.parts(1, "card")} <= {*parts} - {*hybrid}
+    assert max(part.limit_s for part in parts.values()) < gpu.BUDGET_S / 2, "no part takes the time of a call"
+
+
+@pytest.mark.slow("all that runs on a GPU, on a CPU", seconds=391)
+def test_what_a_gpu_shows_also_runs_on_a_cpu(tmp_path):
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT}
+    command = [sys.executable, "-m", "benchmarks.gpu"]
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count(" s  ok") == len(gpu.parts(0, "cpu"))
+    assert process.stdout.count("are bit-identical to plain") >= 2

@@ -35,7 +35,7 @@ endif
 .PHONY: train check test test-all test-kills bench-gpu lint install
 
 train: $(INSTALLED)
-	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py config/train_stdlib_char.py \
+	$(BIN)/torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=$(NPROC) train.py config/train_stdlib_char.py \
 		--gradient_accumulation_steps=$(NPROC) $(ON_CPU)
 	$(BIN)/python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=2 --max_new_tokens=400
 	@cat out-stdlib-char/report.md

@@ -155,7 +155,8 @@ def write_tokens() -> None:
 
 def run(part: Part, limit_s: float, folder: str) -> tuple[str, float]:
     """Run a part, write its output to a file, and return its result and its seconds."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={part.ranks}"] if part.ranks else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]  # its name may have no address
+    torchrun = [*torchrun, f"--nproc_per_node={part.ranks}"] if part.ranks else []
     command = [os.path.join(ROOT, word) if word in ("train.py", "bench.py") else word for word in part.command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, **part.variables}
     begin = time.monotonic()

@@ -82,7 +82,7 @@ def parts(gpus: int, out: str) -> list[Part]:
     of_xl = [
         "--gradient_accumulation_steps=2",
         "--batch_size=2",
-        "--max_iters=200" if on_gpu else "--max_iters=10",
+        "--max_iters=200" if on_gpu else "--max_iters=5",
         compiled,
         *xl,
     ]
@@ -103,7 +103,7 @@ def parts(gpus: int, out: str) -> list[Part]:
     return [
         # the speed and the memory of runs, as README promises them
         Part("gpt2-compiled", 120, 1, fast("gpt2-compiled", *of_gpt2, compiled)),
-        Part("xl-all-flags", 180, 1, fast("xl-all-flags", *of_xl, "--batch_size=1", "--max_iters=30", *all_flags)),
+        Part("xl-all-flags", 180, 1, fast("xl-all-flags", *of_xl, "--batch_size=1", *all_flags)),
         Part("xl-bfloat16", 180, 1, fast("xl-bfloat16", *of_xl, "--param_dtype=bfloat16")),
         Part("gpt2-eager", 90, 1, fast("gpt2-eager", *of_gpt2, eager)),
         *several,

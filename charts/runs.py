@@ -15,11 +15,10 @@ from charts.bars import TIME, Bar, Group, stack
 from charts.differences import in_common
 from charts.series import COLOURS, Run, latest
 from charts.style import MEMORY, alt, number, shown_in, styled
-from run.metrics import EXPOSED_KEYS, METRICS, SECTIONS, SENT_KEYS
+from run.metrics import EXPOSED_KEYS, METRICS, POINT_KEYS, SECTIONS, SENT_KEYS
 
 Amounts = Mapping[str, float | None]  # of a run, by the name of a bar or of a part of it
 
-_POINTS = {point: f"memory/{point.replace(' ', '_')}_mb" for point in ("after init", "before step", "after step")}
 _MEASURED = {name: key for part, (name, _) in MEMORY.items() if (key := f"memory/measured_{part}_mb") in METRICS}
 _UNSHARDED = {name: key.replace("measured", "unsharded") for name, key in _MEASURED.items()}
 _PHASES = {"data": "time/data_ms", "forward and backward": "time/forward_backward_ms", "optimizer": "time/optimizer_ms"}
@@ -81,7 +80,7 @@ def _phases(run: Run) -> Amounts:
 
 
 def _memory_points(run: Run) -> Amounts:
-    return {**_figures(_POINTS, latest)(run), "peak": run.get("memory/peak_mb", latest) if run.on_gpu else None}
+    return {**_figures(POINT_KEYS, latest)(run), "peak": run.get("memory/peak_mb", latest) if run.on_gpu else None}
 
 
 def _predicted_peak(run: Run) -> float | None:

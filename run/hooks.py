@@ -183,7 +183,7 @@ class Run:
             with exit_on_wrong_input():
                 check_gradients(self.model, "use --use_zero1=True --zero1_impl=sharded, which needs none")
         self.guard.check(loss, grad_norm)  # waits for all ranks
-        self.meter.measure_memory("before_step")
+        self.meter.measure_memory("before step")
 
     def after_update(self) -> None:
         """Call when the weights are updated, and the gradients still exist."""
@@ -193,7 +193,7 @@ class Run:
     def end_iteration(self, lr: float) -> None:
         """Call when the gradients are dropped."""
         iteration, self.state.elapsed_s = self.state.iter_num, self.meter.elapsed_s()
-        self.meter.measure_memory("after_step")
+        self.meter.measure_memory("after step")
         is_evaluated = (iteration + 1) % self.config["eval_interval"] == 0
         if self._is_logged() or is_evaluated or self.device.type == "cpu":
             figures, tokens = self.guard.figures(), self._tokens()

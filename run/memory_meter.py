@@ -4,7 +4,7 @@ import resource
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -14,14 +14,13 @@ from distributed.ranks import print0
 from forecast.prediction import Activations, Prediction
 from forecast.run_memory import Workload, forecast, predicted_activations, with_own_state
 from run.logger import Logger
+from run.metrics import POINT_KEYS, Point
 from run.report import size
 from zero.held_bytes import held_bytes
 from zero.host_comm import gather_objects, is_rank_0
 from zero.layout import Plan, replicated_plan
 from zero.optimizer import ShardedOptimizer
 from zero.sharded_state import Partition, parameters, partition
-
-Point = Literal["after_init", "before_step", "after_step"]
 
 TOLERANCE = 0.05  # a larger relative difference between prediction and measurement causes a warning ...
 GPU_WORKSPACES = 100_000_000  # ... if it is also more than this on a GPU, where cuBLAS and others take workspaces
@@ -45,19 +44,19 @@ class MemoryMeter:
         self.held_before_step = 0  # bytes of the model, its optimizer and its communication
         self._state = 0  # bytes of optimizer state, with masters
         self.has_state = False  # whether there was any before the last step, apart from masters
-        self._points: dict[Point, int] = dict.fromkeys(get_args(Point), 0)
+        self._points: dict[str, int] = dict.fromkeys(POINT_KEYS, 0)
         self._largest_peak = 0
-        self.measure("after_init")
+        self.measure("after init")
 
     def measure(self, point: Point) -> None:
         """Measure what this rank holds now.
 
-        `after_init`: before the first step. `before_step`: all gradients are there. `after_step`: gradients are dropped,
+        "after init": before the first step. "before step": all gradients are there. "after step": gradients are dropped,
         parameters may still be in flight.
         """
         on_gpu = self.device.type == "cuda"
-        held = {} if on_gpu and point != "before_step" else held_bytes(self.optimizer, self.model)
-        if point == "before_step":
+        held = {} if on_gpu and point != "before step" else held_bytes(self.optimizer, self.model)
+        if point == "before step":
             self.held_before_step = sum(held.values())
             self._state, self.has_state = held["state"] + held["master"], held["state"] > 0
         self._points[point] = torch.cuda.memory_allocated(self.device) if on_gpu else sum(held.values())
@@ -75,7 +74,7 @@ class MemoryMeter:
         """Return the figures by name, and begin a new peak."""
         peak, self._largest_peak = peak_bytes(self.device), self.peak()
         reset_peak(self.device)
-        figures = {f"{point}_mb": count / 1e6 for point, count in self._points.items()}
+        figures = {POINT_KEYS[point].removeprefix("memory/"): count / 1e6 for point, count in self._points.items()}
         figures |= {"peak_mb": peak / 1e6, "optimizer_state_mb": self._state / 1e6}
         if self.device.type == "cuda":
             counters = torch.cuda.memory_stats(self.device)

@@ -17,8 +17,8 @@ from distributed.launch import launched
 from distributed.ranks import print0
 from run.communication import CommunicationMeter
 from run.guard import Reading
-from run.memory_meter import MemoryCheck, Point
-from run.metrics import EXPOSED_KEYS, SENT_KEYS
+from run.memory_meter import MemoryCheck
+from run.metrics import EXPOSED_KEYS, SENT_KEYS, Point
 from zero.collectives import KINDS
 from zero.host_comm import gather_objects
 from zero.stopwatch import Stopwatch, mark

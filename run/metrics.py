@@ -6,7 +6,7 @@ run/meter.py computes most of them. charts/ reads this module, too.
 """
 
 import itertools
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from forecast.prediction import PURPOSES
 from zero.collectives import KINDS
@@ -35,6 +35,8 @@ def is_of_part(key: str) -> bool:
 
 COURSE, MEDIAN = ("first", "best", "last"), ("median",)  # figures of the whole run; the best is the smallest
 NATS, BITS, TOKENS, TFLOPS = "nats per token", "bits per byte", "tokens/s", "TFLOP/s"
+Point = Literal["after init", "before step", "after step"]  # of a step, at which memory is measured
+POINT_KEYS = {point: f"memory/{point.replace(' ', '_')}_mb" for point in get_args(Point)}
 POINTS, PEAK = "At three points of a step, MB", "Peak and its prediction, MB (on a CPU the peak includes Python)"
 EXPOSED, SENT = "Exposed, by kind, ms", "Sent per step, by kind, MB"
 EXPOSED_KEYS, SENT_KEYS = (
@@ -70,9 +72,12 @@ SECTIONS = {  # of the workspace
         Metric("warnings", "", "summary", "", "number of warnings"),
     ],
     "Memory": [
-        Metric("memory/after_init_mb", "MB", "ranks", POINTS, "of tensors, before the first step", is_maximum=True),
-        Metric("memory/before_step_mb", "MB", "ranks", POINTS, "of tensors, with all gradients", is_maximum=True),
-        Metric("memory/after_step_mb", "MB", "ranks", POINTS, "of tensors, without gradients", is_maximum=True),
+        *(
+            Metric(key, "MB", "ranks", POINTS, f"of tensors, {which}", is_maximum=True)
+            for key, which in zip(
+                POINT_KEYS.values(), ("before the first step", "with all gradients", "without gradients"), strict=True
+            )
+        ),
         Metric("memory/peak_mb", "MB", "ranks", PEAK, "since the last; GPU: tensors, CPU: the process", "max", is_maximum=True),
         Metric("memory/predicted_mb", "MB", "ranks", PEAK, "of the tensors of the fullest rank"),
         Metric("memory/optimizer_state_mb", "MB", "ranks", "Optimizer state of a rank, MB", "with masters", is_maximum=True),

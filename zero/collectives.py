@@ -94,6 +94,15 @@ class Pool:
         return sum(tensor.nbytes for free in self._free.values() for tensor in free)
 
 
+def _write_sum(parts: list[torch.Tensor], place: torch.Tensor) -> None:
+    """Write a sum to `place`, which may be the first of the parts. They are added in its dtype, from the first to the last."""
+    total = parts[0]
+    if len(parts) == 1 or total.dtype != place.dtype:
+        total = place.copy_(total)
+    for part in parts[1:]:
+        total = torch.add(total, part.to(place.dtype) if is_on_cpu(place) else part, out=place)
+
+
 class Communicator:
     """The collectives of one process group, with counters of bytes and wait time.
 
@@ -172,12 +181,11 @@ class Communicator:
         elif shard is None or shard.dtype != like.dtype:
             shard, received = self.pool.acquire(like.numel(), like), received + before
         parts = before + parts
-        narrow = is_on_cpu(shard) and parts[-1].dtype != shard.dtype  # a CPU adds two dtypes slowly
-        for place, total, *rest in pieces(shard, *parts) if narrow else [(shard, *parts)]:
-            if not rest or total.dtype != place.dtype:
-                total = place.copy_(total)
-            for part in rest:
-                total = torch.add(total, part.to(place.dtype) if narrow else part, out=place)
+        if is_on_cpu(shard) and parts[-1].dtype != shard.dtype:  # a CPU adds two dtypes slowly
+            for place, *addends in pieces(shard, *parts):
+                _write_sum(addends, place)
+        else:
+            _write_sum(parts, shard)
         for tensor in (reduction.bucket, *received):
             self.pool.release(tensor)
         return shard

@@ -199,7 +199,7 @@ def test_figures_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7_000_000)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 2, "num_ooms": 1, "other": 3})
-    meter.measure("before_step")
+    meter.measure("before step")
     figures = meter.take()
     assert figures["peak_mb"] == 300.0
     assert meter.peak() == 300_000_000, "the largest one stays"

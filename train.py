@@ -201,7 +201,7 @@ def estimate_loss():
 
 def evaluate(lr):
     """Log the losses, after which `run.must_save` and `run.must_stop` may be true. Needs to be called on all ranks."""
-    with run.aside("evaluation"):
+    with run.untimed("evaluation"):
         begin = time.perf_counter()
         losses = estimate_loss()
         run.after_evaluation(losses, lr, time.perf_counter() - begin)
@@ -223,7 +223,7 @@ def get_lr(iteration):
 
 def save_checkpoint():
     """Write ckpt.pt, unless a watcher has ended the run. Needs to be called on all ranks."""
-    with run.aside("saving the checkpoint"):
+    with run.untimed("saving the checkpoint"):
         values = {"model_args": vars(raw_model.config), "config": config, "scaler": scaler.state_dict()}
         run.save(values | vars(state) | data.identity())
 
@@ -231,7 +231,7 @@ def save_checkpoint():
 # training loop
 run.watch(raw_model, model, opt, scaler, autocast, data)
 batches = data.micro_batches(seed, state.data_position, batch_size, gradient_accumulation_steps, rank, world_size)
-with run.aside("the first batch"):
+with run.untimed("the first batch"):
     x, y = get_batch("train", next(batches))
 while True:
     run.agree()  # on all ranks: was there a signal to one, or a failure on one?

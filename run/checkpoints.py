@@ -138,7 +138,7 @@ class Checkpoints:
         how = self._newest_is_corrupt, not self.read_only
         self._writer = CheckpointWriter(self.folder, keep, background, format, *how)
 
-    def room(self) -> AbstractContextManager[None]:
+    def without_earlier_run(self) -> AbstractContextManager[None]:
         """Return the context in which a run that starts anew writes its first files: those of other runs move aside."""
         starts_anew = is_rank_0() and not self.read_only and not self.loaded_from
         return earlier.moved_aside(self.folder) if starts_anew else nullcontext()

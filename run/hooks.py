@@ -116,7 +116,7 @@ class Run:
                 **{key: value for key, value in asdict(raw_model.config).items() if key in config},  # perhaps the checkpoint's
             }
             resume_at = state.iter_num if self.checkpoints.loaded_from else None
-            with self.checkpoints.room():
+            with self.checkpoints.without_earlier_run():
                 self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
             atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
             state.wandb_run_id = self.log.run.id or state.wandb_run_id
@@ -164,7 +164,7 @@ class Run:
     def begin_step(self) -> None:
         """Call when the learning rate is set, and an evaluation is over. Draws random numbers."""
         if self.sampler.is_due(self.state.iter_num):
-            with self.aside("sampling"):
+            with self.untimed("sampling"):
                 self.sampler.write(self.state.iter_num, self.log)
         self.meter.begin_iteration(self.state.iter_num, self._is_logged())
 
@@ -211,7 +211,7 @@ class Run:
     # -- evaluations and checkpoints -----------------------------------------------------------------------------------
 
     @contextmanager
-    def aside(self, doing: str) -> Iterator[None]:
+    def untimed(self, doing: str) -> Iterator[None]:
         """Run what does not count as time of an iteration."""
         self._report()
         with position.at(doing):

@@ -22,13 +22,13 @@ class FlatBuffer:
     params: list[torch.nn.Parameter]  # numbered as in the layout
     layout: Layout
     places: list[tuple[Any, ...]] = field(default_factory=list)  # by number: address, shape and strides of the parameter
-    left: list[tuple[StorageWeakRef, int, int]] = field(default_factory=list)  # memory of before: storage, start, end
+    former_memory: list[tuple[StorageWeakRef, int, int]] = field(default_factory=list)  # storage, start, end
 
     def move_in(self, number: int, like: torch.Tensor) -> None:
         """Make the data of the next parameter a view into its place, with the strides of `like`. Its values are not copied."""
         param, offset = self.params[number], self.layout.offsets[number]
         if has_memory(param):
-            self.left.append((StorageWeakRef(param.untyped_storage()), *memory_span(param)))
+            self.former_memory.append((StorageWeakRef(param.untyped_storage()), *memory_span(param)))
         part = with_own_storage(self.data[offset : offset + param.numel()])
         param.data = part.as_strided(like.shape, like.stride())
         self.places.append((param.data_ptr(), param.shape, param.stride()))
@@ -44,7 +44,7 @@ class FlatBuffer:
         if not has_memory(tensor):
             return False
         storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), memory_span(tensor)
-        return any(left == storage and start < end and begin < stop for left, begin, end in self.left)
+        return any(former == storage and start < end and begin < stop for former, begin, end in self.former_memory)
 
 
 class OwnedSlice(NamedTuple):

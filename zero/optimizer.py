@@ -93,7 +93,7 @@ class ShardedOptimizer(DividedState):
         self.overlaps = False  # whether that one waits for the all-gathers, in place of `step`
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self.plan: Plan
-        self.is_known = optimizer_cls in KNOWN  # then it keeps no reference to a gradient
+        self.is_torch_class = optimizer_cls in KNOWN  # then it keeps no reference to a gradient
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self, _wait_for_gathers, self.buckets)
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
@@ -181,7 +181,7 @@ class ShardedOptimizer(DividedState):
         except BaseException:
             self.synchronize()  # nothing else waits for all-gathers that have started
             raise
-        if not self.is_known:
+        if not self.is_torch_class:
             _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # which a class may change, as a counter
         # tell autograd that the update and the all-gathers write to the memory of the parameters
         torch.autograd.graph.increment_version(changed)

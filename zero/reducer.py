@@ -371,7 +371,7 @@ class Reducer(GradientSource):
         self._wait_for_agreement()
         for gradients in self._gradients:
             gradients.wait()
-            gradients.drop(reuse=self.optimizer.is_known)
+            gradients.drop(reuse=self.optimizer.is_torch_class)
         self._used.clear()
         self.in_backward = self._is_collected = False
 

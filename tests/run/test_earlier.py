@@ -87,7 +87,7 @@ def test_a_kill_between_two_moves_leaves_a_run_that_resumes(out, monkeypatch):
         (out / "run.lock").unlink()
     starts = checkpoints(out)
     starts.claim()
-    with starts.room():
+    with starts.without_earlier_run():
         pass
     *_, before = sorted(names(out), key=lambda name: name.startswith("before-"))
     assert names(out) == sorted([before, "notes.txt", "prompt.pt", "run.lock"])
@@ -102,7 +102,7 @@ def test_what_has_no_checkpoint_moves_too_unless_the_run_writes_nothing(out, rea
     for _ in range(2):  # the second one finds nothing
         starts = checkpoints(out, read_only)
         starts.claim()
-        with starts.room():
+        with starts.without_earlier_run():
             pass
         if not read_only:
             starts._lock.release()

@@ -78,7 +78,10 @@ def parts(gpus: int, out: str) -> list[Part]:
         return train(name, "stdlib_char", "--gradient_accumulation_steps=4", *sizes, *steps, *arguments)
 
     eager, compiled = "--compile=False", f"--compile={on_gpu}"
-    of_gpt2 = ["--gradient_accumulation_steps=4", "--max_iters=60", *([] if on_gpu else [*tiny, "--batch_size=2"])]
+    of_gpt2 = [
+        "--gradient_accumulation_steps=4",
+        *(["--max_iters=60"] if on_gpu else ["--max_iters=12", "--batch_size=2", *tiny]),
+    ]
     of_xl = [
         "--gradient_accumulation_steps=2",
         "--batch_size=2",

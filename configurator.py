@@ -140,7 +140,8 @@ def settings_of(*paths: str) -> dict[str, Any]:
     """Return the default settings of other scripts, with their annotations, without running the scripts.
 
     These are the assignments above the call of `configure`. They can use torch, and what this module, `zero.flags` and
-    `forecast.modes` define and import.
+    `forecast.modes` define and import. To import a script would run it. A module of defaults would take the settings out of
+    train.py, where a user of nanoGPT looks for them.
     """
     settings, kinds = {"torch": torch, **vars(flags), **vars(modes), **globals()}, {}
     for path in paths:

@@ -77,25 +77,26 @@ def matrix_plan(plan: Plan) -> MatrixPlan:
                     parts[number] += _parts(number, matrices[number], placed, bucket, len(shards[0]))
         first_param += len(buffer.params)
         in_order.append((len(buffer.layout.buckets[0]), list(of_param.values())[::-1]))  # the last bucket is updated first
-    owners, rounds = _rounds(matrices, parts, in_order[::-1], plan.world_size)
+    costs = [iteration_flops(matrix.shape) for matrix in matrices]
+    owners, rounds = [0] * len(matrices), [0] * len(matrices)
+    for index, round_ in enumerate(_rounds(matrices, costs, in_order[::-1], plan.world_size)):
+        for number, owner in _owners(round_, costs, parts):
+            owners[number], rounds[number] = owner, index
     return MatrixPlan(matrices, owners, parts, rounds)
 
 
 class _Round(NamedTuple):
     numbers: list[int]  # of matrices
-    owners: list[int]  # of these
+    owners: list[int]  # of matrices that cost as much as these
     before: list[int]  # loads of the ranks
     after: list[int]
 
 
-def _rounds(
-    matrices: list[Matrix], parts: list[list[Part]], buffers: list[tuple[int, list[range]]], world_size: int
-) -> tuple[list[int], list[int]]:
-    """Return the owner and the round of each matrix, see `MatrixPlan`. A round does not reach into another buffer.
+def _rounds(matrices: list[Matrix], costs: list[int], buffers: list[tuple[int, list[range]]], world_size: int) -> list[_Round]:
+    """Return the rounds, see `MatrixPlan`. None reaches into another buffer.
 
     `buffers`: for each, elements of a bucket and numbers of the matrices of each parameter, in the order of the update.
     """
-    costs = [iteration_flops(matrix.shape) for matrix in matrices]
     found: list[_Round] = []
     largest, loads = 0, [0] * world_size
 
@@ -123,18 +124,24 @@ def _rounds(
                     found.pop()
             found.append(rest)
             loads = rest.after
-    owners, rounds = [0] * len(matrices), [0] * len(matrices)
-    for index, round_ in enumerate(found):
-        free: dict[int, list[int]] = {}  # by cost: ranks that own a matrix of this cost
-        for number, owner in zip(round_.numbers, round_.owners, strict=True):
-            free.setdefault(costs[number], []).append(owner)
-        for number in round_.numbers:  # of these, the one that holds most of it, because it need not receive that
-            held: Counter[int] = Counter()
-            for part in parts[number]:
-                held[part.rank] += part.numel
-            owners[number], rounds[number] = max(free[costs[number]], key=held.__getitem__), index
-            free[costs[number]].remove(owners[number])
-    return owners, rounds
+    return found
+
+
+def _owners(round_: _Round, costs: list[int], parts: list[list[Part]]) -> Iterator[tuple[int, int]]:
+    """Yield the number and the owner of each matrix of a round.
+
+    Of the ranks that own a matrix of this cost, it is the one that holds most of this matrix, because it need not receive that.
+    """
+    free: dict[int, list[int]] = {}  # by cost: ranks that own a matrix of this cost
+    for number, owner in zip(round_.numbers, round_.owners, strict=True):
+        free.setdefault(costs[number], []).append(owner)
+    for number in round_.numbers:
+        held: Counter[int] = Counter()
+        for part in parts[number]:
+            held[part.rank] += part.numel
+        owner = max(free[costs[number]], key=held.__getitem__)
+        free[costs[number]].remove(owner)
+        yield number, owner
 
 
 def _parts(number: int, matrix: Matrix, placed: Slice, bucket: int, shard_numel: int) -> Iterator[Part]:

@@ -48,10 +48,8 @@ def build(
         overlap: with `zero1_impl='sharded'`, see `zero.ShardedDataParallel`.
         **adamw: arguments of torch.optim.AdamW, see `optimizer_of`.
 
-    Return the model to call in the training loop, and the optimizer.
-
-    Raises ValueError if the model is on the meta device, if flags cannot be combined, if `bucket_mb`, `shard_size` or an
-    argument of AdamW is invalid, or if the device cannot have what the flags ask for.
+    Return the model to call in the training loop, and the optimizer. Raises ValueError if the model is on the meta device, or
+    flags, arguments and device do not fit together.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     implementation = flags.implementation(world_size)

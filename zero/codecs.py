@@ -73,12 +73,9 @@ class Int8:
 
     The scale is the dynamic map of Dettmers et al., "8-bit Optimizers" (https://arxiv.org/abs/2110.02861), with two changes. It
     includes the largest ratio exactly, with both signs, so that a block that is encoded again does not shrink. And of numbers
-    that are not zero, only `MEANS` become zero, or those of a block with nothing above 1e-37. An element whose second moment is
-    lost, but not its first, would be updated by too much. So would an element whose mean is made larger. Blocks without
-    negative elements use all codes for positive ones.
-
-    It rounds to the nearest code. A change by less than half the distance to the next code is lost, so a second moment may
-    neither decay nor grow as it should (docs/sharding.md has figures).
+    that are not zero, only `MEANS` become zero, or those of a block with nothing above 1e-37: an element whose second moment is
+    lost, but not its first, would be updated by too much. Blocks without negative elements use all codes for positive ones. It
+    rounds to the nearest code, so small changes are lost (docs/sharding.md has figures).
     """
 
     block, scratch = BLOCK, 12

@@ -106,11 +106,10 @@ def _write_sum(parts: list[torch.Tensor], place: torch.Tensor) -> None:
 class Communicator:
     """The collectives of one process group, with counters of bytes and wait time.
 
-    Without torch.distributed, the group has one rank. Construction and all collectives need to be called on all ranks, in the
-    same order. A bucket is a flat tensor, the equal shards of the ranks of a shard group end to end. Of several shard groups,
-    each holds a replica of every shard, and ranks with the same shards form a replica group: hybrid sharding, as in Megatron-LM
-    (`num_distributed_optimizer_instances`) and PyTorch FSDP (`HYBRID_SHARD`). `group`: all ranks that train the model; None:
-    all ranks of the run. `options` say how many of them a shard group has.
+    Construction and all collectives need to be called on all ranks, in the same order. A bucket is a flat tensor, the equal
+    shards of the ranks of a shard group end to end. Of several shard groups, each holds a replica of every shard; ranks with the
+    same shards form a replica group: hybrid sharding, as in Megatron-LM (`num_distributed_optimizer_instances`) and PyTorch
+    FSDP (`HYBRID_SHARD`). `group`: all ranks that train the model. `options` say how many of them a shard group has.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, options: Options = Options()) -> None:
@@ -141,9 +140,8 @@ class Communicator:
         """Start a reduce-scatter over the shard group: send the parts of each shard to the rank that owns it.
 
         `sum_of` adds them up. Between CPUs, each pair of ranks exchanges the parts that the other rank owns: as many bytes as
-        in a ring, `(N - 1) / N` of the bucket, in half the time of gloo's own reduce-scatter. Between GPUs, float32 and float64
-        buckets use NCCL's own reduce-scatter. All others use an all-to-all, so that parts of lower precision are added up in
-        float32, while a ring would round every partial sum.
+        in a ring, in half the time of gloo's own reduce-scatter. Between GPUs, float32 and float64 buckets use NCCL's own. All
+        others use an all-to-all, so that they are added up in float32, while a ring would round every partial sum.
         """
         self.sent_bytes["reduce-scatter"] += bucket.nbytes - bucket.nbytes // self.shard_size
         if self.is_alone:
@@ -164,9 +162,8 @@ class Communicator:
     def sum_of(self, reduction: ReduceScatterWork, shard: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Wait for a reduce-scatter and return its sum over the shard group, added to `shard` if there is one.
 
-        Without `shard`, the sum takes the memory of a received part if that fits. It is computed in the dtype of `like`,
-        a shard, which may be wider than that of the bucket. The other tensors of the reduction return to the pool, and its user
-        releases the sum. On a single rank there is nothing to add: then the bucket itself is the result, in its own dtype.
+        Without `shard`, the sum takes the memory of a received part if that fits. It is added up in the dtype of `like`, a shard.
+        The other tensors of the reduction return to the pool. On a single rank, the bucket itself is the result.
         """
         self.wait("reduce-scatter", reduction.works, like.device)
         parts, received = reduction.parts, reduction.received
@@ -193,8 +190,7 @@ class Communicator:
     def all_gather(self, bucket: torch.Tensor) -> list[dist.Work]:
         """Start an in-place all-gather: fill `bucket` with the shards of all ranks of the shard group.
 
-        Between CPUs, each rank sends its shard to each other rank. Gloo's own all-gather takes more than three times as long
-        (448 ms for 124M float32 elements on 2 ranks), a broadcast per shard, as with gloo between GPUs, a third more.
+        Between CPUs, each rank sends its shard to each other rank. Gloo's own all-gather takes more than three times as long.
         """
         numel = bucket.numel() // self.shard_size
         own = bucket[self.shard_rank * numel : (self.shard_rank + 1) * numel]

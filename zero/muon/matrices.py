@@ -128,10 +128,7 @@ def _rounds(matrices: list[Matrix], costs: list[int], buffers: list[tuple[int, l
 
 
 def _owners(round_: _Round, costs: list[int], parts: list[list[Part]]) -> Iterator[tuple[int, int]]:
-    """Yield the number and the owner of each matrix of a round.
-
-    Of the ranks that own a matrix of this cost, it is the one that holds most of this matrix, because it need not receive that.
-    """
+    """Yield number and owner of each matrix of a round: of the ranks that own such a cost, the one that holds most of it."""
     free: dict[int, list[int]] = {}  # by cost: ranks that own a matrix of this cost
     for number, owner in zip(round_.numbers, round_.owners, strict=True):
         free.setdefault(costs[number], []).append(owner)

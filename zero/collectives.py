@@ -107,8 +107,8 @@ class Communicator:
     """The collectives of one process group, with counters of bytes and wait time.
 
     Construction and all collectives need to be called on all ranks, in the same order. A bucket is a flat tensor, the equal
-    shards of the ranks of a shard group end to end. Of several shard groups, each holds a replica of every shard; ranks with the
-    same shards form a replica group: hybrid sharding, as in Megatron-LM (`num_distributed_optimizer_instances`) and PyTorch
+    shards of the ranks of a shard group end to end. Of several shard groups, each holds a replica of every shard, ranks with
+    equal shards form a replica group: hybrid sharding, as in Megatron-LM (`num_distributed_optimizer_instances`), PyTorch
     FSDP (`HYBRID_SHARD`). `group`: all ranks that train the model. `options` say how many of them a shard group has.
     """
 
@@ -162,7 +162,7 @@ class Communicator:
     def sum_of(self, reduction: ReduceScatterWork, shard: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Wait for a reduce-scatter and return its sum over the shard group, added to `shard` if there is one.
 
-        Without `shard`, the sum takes the memory of a received part if that fits. It is added up in the dtype of `like`, a shard.
+        Without `shard`, the sum takes the memory of a received part if that fits. It is made in the dtype of `like`, a shard.
         The other tensors of the reduction return to the pool. On a single rank, the bucket itself is the result.
         """
         self.wait("reduce-scatter", reduction.works, like.device)

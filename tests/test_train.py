@@ -97,6 +97,7 @@ def test_bfloat16_weights(data, runs, tmp_path):
     assert max(again) == 24
 
 
+@pytest.mark.slow("compiles on two ranks; test_gpt has compiled blocks", seconds=62)
 def test_compiled_blocks_train_and_leave_no_trace_in_the_file(data, runs, tmp_path):
     losses, _, _ = train(tmp_path, data, "--compile=True", "--dropout=0.0", "--max_iters=5", ranks=2)
     assert len(losses) == 6

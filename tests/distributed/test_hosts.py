@@ -134,10 +134,12 @@ def predicted(implementation, number, ranks_per_host):
     return [left[host] for host in range(number)]
 
 
+@pytest.mark.slow("two hosts; two ranks are tested everywhere", seconds=8)
 def test_two_hosts_train_exactly_as_one(on_hosts, on_one_host):
     assert_the_same(on_hosts("sharded", 2, 2)[0], on_one_host("sharded"))
 
 
+@pytest.mark.slow("two hosts", seconds=8)
 def test_two_hosts_send_each_other_what_the_arithmetic_says(on_hosts):
     assert on_hosts("sharded", 2, 2)[1] == pytest.approx(predicted("sharded", 2, 2), rel=0.02)
 

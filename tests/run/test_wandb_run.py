@@ -113,6 +113,7 @@ def test_an_offline_run_has_every_figure_of_metrics_jsonl(line, tmp_path, wandb_
     assert end["exit_code"] == 0
 
 
+@pytest.mark.slow("a server of wandb", seconds=14)
 def test_an_offline_run_that_was_killed_is_uploaded_as_one_run(line, tmp_path, server, monkeypatch):
     """By the command that it prints. What the killed process had done after its checkpoint is there once."""
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -146,6 +147,7 @@ def test_an_evaluation_goes_to_the_summary_of_the_run(line, tmp_path, wandb_fold
     assert values["evaluation/val_loss"] == results["evaluation/val_loss"]
 
 
+@pytest.mark.slow("a server of wandb", seconds=11)
 def test_a_run_on_a_server_is_one_run(line, tmp_path, server):
     """It ended after 12, and resumes from a checkpoint at 10."""
     first = run(*line, "--max_iters=12", "--keep_checkpoints=2", ranks=2, cwd=tmp_path).succeeded()
@@ -167,6 +169,7 @@ run = WandbRun({CONFIG})
 """
 
 
+@pytest.mark.slow("a server of wandb", seconds=8)
 def test_a_server_that_goes_away_is_not_waited_for(tmp_path, server, monkeypatch):
     monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "1")
     program, gone = tmp_path / "program.py", tmp_path / "gone"

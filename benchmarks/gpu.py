@@ -124,6 +124,7 @@ def parts(gpus: int, out: str) -> list[Part]:
             0,
             bench("memory", "memory-gpt2", "gpt2", "--batch_size=12", with_in_place, "--simulate_world_size=8", compiled),
         ),
+        Part("storage", 30, 0, ["-m", "benchmarks.storage"]),
         # collectives of NCCL on one rank, see `benchmarks.exact`
         Part("nccl-float32", 60, 1, [*exact, *right("nccl-float32", "--bias=True", *small_buckets)], exact=True),
         Part("nccl-bfloat16", 60, 1, [*exact, *right("nccl-bfloat16", "--param_dtype=bfloat16", "--bucket_mb=0.3", *checked)]),

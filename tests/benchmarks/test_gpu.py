@@ -8,7 +8,7 @@ import tarfile
 import pytest
 from conftest import ROOT
 
-from benchmarks import gpu
+from benchmarks import gpu, storage
 from benchmarks.gpu import Part
 
 FAILS_ONCE = "import os, sys; os.path.exists('ran') and sys.exit(0); open('ran', 'w'); sys.exit('the first time')"
@@ -89,6 +89,12 @@ def test_the_archive_takes_the_smallest_files_first(call, monkeypatch):
     assert {"results/cpu/prints.txt", "results/cpu/parts.json", "out-bench/prints/metrics.jsonl"} < {*names}
     assert names[-1] == "out-bench/prints/profile/rank0.json.gz"
     assert os.path.getsize("out-bench/cpu.tar.gz") < 20_000
+
+
+def test_parameters_that_move_take_their_memory_and_free_it(capsys):
+    with pytest.raises(SystemExit) as end:
+        storage.main()
+    assert not end.value.code, capsys.readouterr().out
 
 
 def test_the_parts_for_several_gpus():

@@ -170,14 +170,6 @@ def of_worlds(rows_of):
     return lambda names: (row for world in worlds for row in rows_of(setup, names, world))
 
 
-def outside_of_tensors():
-    """Return what CUDA and the libraries take on the GPU of rank 0, in words, as a list of one; else none."""
-    if used.type != "cuda" or on_pretended_gpu:
-        return []
-    free, total = torch.cuda.mem_get_info(used)
-    return [f"{(total - free - torch.cuda.memory_reserved(used)) / 1e6:.0f} MB taken outside of PyTorch's allocator"]
-
-
 allocated = "allocated on the GPU" if used.type == "cuda" else "of live tensors"
 # title, and the function that yields the rows of modes as they are measured; needs to be called on all ranks
 MEASURES: dict[str, tuple[str, Callable[[list[str]], Iterator[dict[str, Any]]]]] = {
@@ -203,13 +195,16 @@ MEASURES: dict[str, tuple[str, Callable[[list[str]], Iterator[dict[str, Any]]]]]
 print0(results.title)
 for measure in measures:
     title, rows_of = MEASURES[measure]
-    details, rows = [f"{memory_profile.MICRO_STEPS} micro-steps per rank"] * (measure in ("memory", "training")), {}
-    text = ""
+    details, rows, text = f"{memory_profile.MICRO_STEPS} micro-steps per rank" * (measure in ("memory", "training")), {}, ""
     for row in rows_of(names[measure]):  # the time of a mode comes again after each round
         rows[tuple(row.get(key) for key in ("world_size", "block_size", "mode", "point"))] = row
         if is_rank_0():
-            text = results.add(measure, title, list(rows.values()), ", ".join([*details, *outside_of_tensors()]))
+            text = results.add(measure, title, list(rows.values()), details)
     print0(f"\n{text}")
+    if used.type == "cuda" and not on_pretended_gpu:
+        free, total = torch.cuda.mem_get_info(used)
+        taken = total - free - torch.cuda.memory_reserved(used)
+        print0(f"on this GPU, {taken / 1e6:.0f} MB are taken outside of the allocator of rank 0")
 if is_rank_0() and folder:
     try:
         draw(folder)

@@ -83,6 +83,7 @@ class Contender:
             self.module.to("cpu")
         self.module.activation_checkpointing, self.module.loss_chunk = setup.activation_checkpointing, mode.loss_chunk
         if setup.compiled:
+            torch._dynamo.reset()  # under DistributedDataParallel, graphs are others
             self.module.compile_blocks()
         self.model: torch.nn.Module
         self.optimizer: torch.optim.Optimizer

@@ -1,6 +1,7 @@
 """Runs a script with deterministic kernels and, on a GPU, with collectives that start late and overwrite nan.
 
-A single rank shards its optimizer and sends to itself, so that one GPU is enough for the collectives of NCCL.
+A single rank shards its optimizer and sends to itself. NCCL then copies, or does nothing in place: that shows what waits for
+what, and who frees memory, but neither its kernels nor their speed.
 
     $ torchrun --standalone --nproc_per_node=2 -m benchmarks.exact train.py --dataset=stdlib_char --shadow_check=5 --grad_clip=0
 
@@ -19,16 +20,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.alone import shard_alone
 from distributed.launch import launched
 from zero import collectives
 from zero.collectives import Communicator
-from zero.flags import Flags
 
 
 def send_to_itself() -> None:
     """From now on, in this process, which has one rank."""
-    for owner, name, value in ((Flags, "implementation", lambda *_: "sharded"), (Communicator, "is_alone", False)):
-        setattr(owner, name, value)
+    shard_alone()
+    setattr(Communicator, "is_alone", False)  # noqa: B010
 
 
 def start_late() -> None:
@@ -38,12 +39,18 @@ def start_late() -> None:
 
 
 def _late(start: Any, output: torch.Tensor, own: torch.Tensor, *sizes: list[int], **options: Any) -> dist.Work:
-    copy, stream = own.clone(), torch.cuda.Stream()  # in an all-gather, `own` is a part of `output`
+    here, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    is_inside = output.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()  # in an all-gather
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        copy = own.clone() if is_inside else own
+    here.wait_stream(stream)
     output.fill_(torch.nan)
-    own.copy_(copy)
-    stream.wait_stream(torch.cuda.current_stream())
+    stream.wait_stream(here)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(3 * 10**7)  # some 20 ms: longer than the host takes until it launches the first read
+        if is_inside:
+            own.copy_(copy)
         return start(output, own, *sizes, **options)
 
 

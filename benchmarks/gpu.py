@@ -1,11 +1,12 @@
 """Everything that only a GPU can show, in calls of less than nine minutes. It needs only torch, numpy and tqdm.
 
-    $ make bench-gpu                              # the parts without a result; three calls have time for all
+    $ make bench-gpu                              # the parts without a result; two or three calls have time for all
     $ make bench-gpu PARTS="memory-xl profile"    # these, also if they have one
 
 The folder results/<card>/ receives the output of each part and a summary, out-bench/<card>.tar.gz the same with the metrics and
 the profile of the runs. Every row of a table is written when it is measured, and every part before the next one begins. Without
-a GPU, small models run through the same parts on the CPU, with gloo in place of NCCL. Exit code 1: a part failed or is left.
+a GPU, small models run through the same parts on the CPU, with gloo in place of NCCL. On a bare machine that has this archive,
+a call goes on from it. Exit code 1: a part failed or is left.
 """
 
 import glob
@@ -34,7 +35,7 @@ SLOWER = 8  # so many times longer may everything take without a GPU
 ARCHIVE_BYTES = 16_000_000
 TOKENS = os.path.join("out-bench", "tokens")  # a dataset
 SHOWN = ("memory of tensors: ", "iter ", "shadow check: ")  # lines that a summary repeats, the last of each
-DRIVER = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
+DRIVER, CLOCKS = "driver_version,clocks.max.sm,clocks.max.mem,power.limit", "clocks.sm,clocks.mem,power.draw,temperature.gpu"
 
 
 class Part(NamedTuple):
@@ -54,9 +55,10 @@ def parts(gpus: int, out: str) -> list[Part]:
     alone = "nccl" if on_gpu else "gloo"
     tiny = ["--n_layer=4", "--n_head=4", "--n_embd=192", "--block_size=64"]
     xl = ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--block_size=1024"] if on_gpu else tiny
-    of_a_run = [name for name, mode in MODES.items() if mode.is_built and mode.overlap and not mode.hybrid]
-    modes = f"--modes={','.join(name for name in of_a_run if not MODES[name].in_place)},fsdp2"
-    with_in_place = f"--modes={','.join(of_a_run)},fsdp2"
+    of_a_run = [name for name, mode in MODES.items() if mode.is_built and mode.overlap and not (mode.in_place or mode.hybrid)]
+    first = ["adamw", "adamw_in_place", "sharded", "codecs"]  # README has these
+    in_place = f"--modes={','.join([*first, *(name for name in of_a_run if name not in first)])}"
+    modes, rank_0_of_8 = f"--modes={','.join(of_a_run)}", "--simulate_world_size=8"
 
     def bench(what: str, name: str, model: str, *arguments: str) -> list[str]:
         sizes = [f"--model={model}", "--block_size=1024"] if on_gpu else [*tiny, "--vocab_size=512"]
@@ -67,9 +69,9 @@ def parts(gpus: int, out: str) -> list[Part]:
         return ["train.py", f"--dataset={dataset}", folder, "--eval_iters=2", "--always_save_checkpoint=False", *arguments]
 
     def fast(name: str, *arguments: str) -> list[str]:
-        """A run whose speed and memory count, on random tokens of GPT-2's vocabulary."""
+        """A run whose speed and memory count, on random tokens of GPT-2's vocabulary. It writes no checkpoint."""
         numbers = ["--log_interval=10", "--eval_interval=1000", "--warmup_iters=20"]
-        return train(name, os.path.abspath(TOKENS), *numbers, *arguments)
+        return ["-m", "benchmarks.alone", *train(name, os.path.abspath(TOKENS), *numbers, *arguments)]
 
     def right(name: str, *arguments: str) -> list[str]:
         """A short run whose weights count."""
@@ -82,13 +84,8 @@ def parts(gpus: int, out: str) -> list[Part]:
         "--gradient_accumulation_steps=4",
         *(["--max_iters=60"] if on_gpu else ["--max_iters=12", "--batch_size=2", *tiny]),
     ]
-    of_xl = [
-        "--gradient_accumulation_steps=2",
-        "--batch_size=2",
-        "--max_iters=200" if on_gpu else "--max_iters=5",
-        compiled,
-        *xl,
-    ]
+    of_xl = ["--gradient_accumulation_steps=2", "--batch_size=2", "--learning_rate=2e-4", compiled, *xl]
+    of_xl += ["--max_iters=200" if on_gpu else "--max_iters=5"]
     all_flags = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8"]
     all_flags += ["--activation_checkpointing=True", f"--loss_chunk={LOSS_CHUNK}"]
     checked = ["--shadow_check=5", "--grad_clip=0", eager]  # the weights are compared with those of the plain optimizer
@@ -97,55 +94,56 @@ def parts(gpus: int, out: str) -> list[Part]:
     several = []
     if gpus > 1:
         # a sum over four ranks has another order than the plain optimizer's
-        hybrid = {size: right(f"hybrid-{size}", f"--shard_size={size}", *small_buckets) for size in (1, 2) if 2 * size <= gpus}
+        hybrid = {
+            size: right(f"train-hybrid-{size}", f"--shard_size={size}", *small_buckets) for size in (1, 2) if 2 * size <= gpus
+        }
         several = [Part(f"train-hybrid-{n}", 60, 2 * n, [*exact, *run], n == 1) for n, run in hybrid.items()]
         name = f"time-{gpus}-nccl-ranks"
         for suffix, variables in (("", {}), ("-high-priority", {"TORCH_NCCL_HIGH_PRIORITY": "1"})):  # of NCCL's streams
-            command = bench("time", name + suffix, "gpt2", "--batch_size=8", modes)
+            command = bench("time", name + suffix, "gpt2", "--batch_size=8", f"{modes},fsdp2")
             several.append(Part(name + suffix, 150, gpus, command, variables=variables))
     return [
         # the speed and the memory of runs, as README promises them
-        Part("gpt2-compiled", 120, 1, fast("gpt2-compiled", *of_gpt2, compiled)),
-        Part("xl-all-flags", 180, 1, fast("xl-all-flags", *of_xl, "--batch_size=1", *all_flags)),
-        Part("xl-bfloat16", 180, 1, fast("xl-bfloat16", *of_xl, "--param_dtype=bfloat16")),
-        Part("gpt2-eager", 90, 1, fast("gpt2-eager", *of_gpt2, eager)),
-        *several,
-        Part(f"time-1-{alone}-rank", 150, 1, bench("time", "time", "gpt2", "--batch_size=8", modes)),
-        # what rank 0 of 8 takes
-        Part(
-            "memory-xl",
-            180,
-            0,
-            bench("memory", "memory-xl", "gpt2-xl", "--batch_size=2", with_in_place, "--simulate_world_size=8", compiled),
-        ),
-        Part(
-            "memory-gpt2",
-            120,
-            0,
-            bench("memory", "memory-gpt2", "gpt2", "--batch_size=12", with_in_place, "--simulate_world_size=8", compiled),
-        ),
-        Part("storage", 30, 0, ["-m", "benchmarks.storage"]),
-        # collectives of NCCL on one rank, see `benchmarks.exact`
+        Part("gpt2-compiled", 120, 0, fast("gpt2-compiled", *of_gpt2, compiled)),
+        Part("xl-all-flags", 180, 0, fast("xl-all-flags", *of_xl, "--batch_size=1", "--max_iters=60", *all_flags)),
+        Part("xl-bfloat16", 150, 0, fast("xl-bfloat16", *of_xl, "--param_dtype=bfloat16")),
+        # waits for collectives, and memory that moves
         Part("nccl-float32", 60, 1, [*exact, *right("nccl-float32", "--bias=True", *small_buckets)], exact=True),
         Part("nccl-bfloat16", 60, 1, [*exact, *right("nccl-bfloat16", "--param_dtype=bfloat16", "--bucket_mb=0.3", *checked)]),
         Part("nccl-muon", 60, 1, [*exact, *right("nccl-muon", "--optimizer=muon", *small_buckets)]),
-        # with float32 weights, and with float32 sums of gradients: the losses of 200 iterations beside those of xl-bfloat16
-        Part("xl-float32", 180, 1, fast("xl-float32", *of_xl)),
+        Part("storage", 30, 0, ["-m", "benchmarks.storage"]),
+        Part("gpt2-eager", 60, 0, fast("gpt2-eager", *of_gpt2, eager)),
+        *several,
+        Part(f"time-1-{alone}-rank", 150, 1, bench("time", "time", "gpt2", "--batch_size=8", f"{modes},fsdp2")),
+        # beside xl-bfloat16: float32 weights, and float32 sums of gradients, with the losses of 200 iterations
+        Part("xl-float32", 150, 0, fast("xl-float32", *of_xl)),
         Part(
-            "xl-shard-gradients", 180, 1, fast("xl-shard-gradients", *of_xl, "--param_dtype=bfloat16", "--shard_gradients=True")
+            "xl-shard-gradients", 150, 0, fast("xl-shard-gradients", *of_xl, "--param_dtype=bfloat16", "--shard_gradients=True")
+        ),
+        # what rank 0 of 8 takes
+        Part("memory-xl", 240, 0, bench("memory", "memory-xl", "gpt2-xl", "--batch_size=2", in_place, rank_0_of_8, compiled)),
+        Part("memory-gpt2", 150, 0, bench("memory", "memory-gpt2", "gpt2", "--batch_size=12", in_place, rank_0_of_8, compiled)),
+        Part(
+            "memory-fsdp2",
+            60,
+            0,
+            bench("memory", "memory-fsdp2", "gpt2-xl", "--batch_size=2", "--modes=sharded,fsdp2", rank_0_of_8),
         ),
         # two ranks: with NCCL if each has its own GPU, otherwise with gloo
-        Part("train-float32", 60, 2, [*exact, *right("float32", "--bias=True", *small_buckets)], exact=True),
-        Part("train-codecs", 60, 2, right("codecs", *all_flags[:2], *checked)),
-        Part("train-muon", 60, 2, [*exact, *right("muon", "--optimizer=muon", *small_buckets)]),
+        Part("train-float32", 60, 2, [*exact, *right("train-float32", "--bias=True", *small_buckets)], exact=True),
+        Part("train-codecs", 60, 2, right("train-codecs", *all_flags[:2], *checked)),
+        Part("train-muon", 60, 2, [*exact, *right("train-muon", "--optimizer=muon", *small_buckets)]),
         Part(
-            "train-float16", 60, 2, right("float16", "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", *checked)
+            "train-float16",
+            60,
+            2,
+            right("train-float16", "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", *checked),
         ),
-        Part("train-saved", 60, 2, right("saved", "--dtype=float32", "--always_save_checkpoint=True", eager)),
-        Part("train-resumed", 60, 1, right("saved", "--dtype=float32", "--init_from=resume", "--max_iters=25", eager)),
-        Part("memory-2-ranks", 120, 2, bench("memory", "memory-2-ranks", "gpt2-medium", modes.removesuffix(",fsdp2"))),
-        Part("profile", 90, 1, fast("profile", *of_gpt2, "--max_iters=12", "--profile=True", eager)),
-        Part("train-compiled", 120, 2, right("compiled", "--compile=True")),
+        Part("train-saved", 60, 2, right("train-saved", "--dtype=float32", "--always_save_checkpoint=True", eager)),
+        Part("train-resumed", 60, 1, right("train-saved", "--dtype=float32", "--init_from=resume", "--max_iters=25", eager)),
+        Part("memory-2-ranks", 120, 2, bench("memory", "memory-2-ranks", "gpt2-medium", "--modes=adamw,sharded,codecs")),
+        Part("profile", 90, 0, fast("profile", *of_gpt2, "--max_iters=12", "--profile=True", eager)),
+        Part("train-compiled", 120, 2, right("train-compiled", "--compile=True")),
     ]
 
 
@@ -188,7 +186,7 @@ def run(part: Part, limit_s: float, folder: str) -> tuple[str, float]:
             result = f"did not end within {limit_s:.0f} s"
     with open(path) as file:
         lines = {start: line.strip() for line in file for start in SHOWN if line.startswith(start)}
-    if result == "ok" and part.exact and "bit-identical" not in lines.get("shadow check: ", ""):
+    if result == "ok" and part.exact and "bit-identical to plain AdamW" not in lines.get("shadow check: ", ""):
         result = "failed"
     return "; ".join([result, *lines.values()]), time.monotonic() - begin
 
@@ -197,14 +195,17 @@ def machine(card: str) -> str:
     """Return what the figures depend on, in a line."""
     facts = [card, f"{os.cpu_count()} cores", platform.system(), f"torch {torch.__version__}"]
     if torch.cuda.is_available():
-        facts += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"]
-        with suppress(OSError):
-            command = ["nvidia-smi", f"--query-gpu={DRIVER}", "--format=csv,noheader"]
-            values = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[:1]
-            facts += [
-                f"{name}: {value}" for line in values for name, value in zip(DRIVER.split(","), line.split(", "), strict=False)
-            ]
+        facts += [f"CUDA {torch.version.cuda}", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}", *asked(DRIVER)]
     return ", ".join(facts)
+
+
+def asked(keys: str) -> list[str]:
+    """Return what nvidia-smi says of the first GPU; nothing without it."""
+    with suppress(OSError):
+        command = ["nvidia-smi", f"--query-gpu={keys}", "--format=csv,noheader"]
+        for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines()[:1]:
+            return [f"{key}: {value}" for key, value in zip(keys.split(","), line.split(", "), strict=False)]
+    return []
 
 
 class Record:
@@ -217,18 +218,21 @@ class Record:
         self.parts: dict[str, dict[str, Any]] = {}
         os.makedirs(self.folder, exist_ok=True)
         os.makedirs("out-bench", exist_ok=True)
+        if os.path.exists(self.archive) and not os.path.exists(self._path):
+            with tarfile.open(self.archive) as archive:
+                archive.extractall(filter="data")
         if os.path.exists(self._path):
             with open(self._path) as file:
                 self.parts = json.load(file)
 
     def is_ok(self, part: Part) -> bool:
-        """Return whether this command has succeeded, in this call or an earlier one."""
+        """Return whether it has succeeded, in this call or an earlier one."""
         known = self.parts.get(part.name, {})
-        return known.get("result", "").startswith("ok") and known["command"] == part.command
+        return known.get("result", "").startswith("ok")
 
     def add(self, part: Part, result: str, seconds: float) -> str:
         """Write the result of a part, and return its line."""
-        fields = {"date": date.today().isoformat(), "machine": self.machine, "command": part.command}
+        fields = {"date": date.today().isoformat(), "machine": self.machine, "after it": asked(CLOCKS), "command": part.command}
         self.parts[part.name] = {**fields, "seconds": round(seconds, 1), "result": result}
         with atomic_write(self._path) as path, open(path, "w") as file:
             json.dump(self.parts, file, indent=1)
@@ -249,6 +253,8 @@ class Record:
             for each in sorted(found, key=os.path.getsize):
                 if archive.offset + os.path.getsize(each) < ARCHIVE_BYTES:
                     archive.add(each)
+                else:
+                    print(f"note: {each} is too large for the archive: {os.path.getsize(each) / 1e6:.0f} MB")
 
 
 def main(named: list[str]) -> None:

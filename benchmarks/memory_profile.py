@@ -219,6 +219,8 @@ def _local_bytes(tensor: torch.Tensor) -> int:
 def free_unused_memory() -> None:
     """Release the memory of freed tensors to the system, so that it does not hide what is allocated next."""
     gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)

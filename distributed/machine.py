@@ -70,8 +70,8 @@ _ANY_CARD = r"nvidia|tesla|amd|instinct|generation|sxm\d?|hbm\d?e?"  # words tha
 # memory"): 0.2 on an L4 (evo2#190), 0.5 on a 4090 (pytorch#16417). Workspaces of cuBLAS and cuBLASLt, for forward's thread and
 # for backward's: 32 MiB each from Hopper on, 4 to 8 MiB before (pytorch#120925).
 CUDA_GB = 0.6
-# Communicators of NCCL, the least and the most: 0.5 and 0.7 on two and four A100 (nccl#964), 1.1 on eight H100 with CUDA's
-# context, and 3.3 more after the first all-to-all (nccl#1685), which Muon and bfloat16 weights start.
+# A communicator of NCCL: 0.5 and 0.7 on two and four A100 (nccl#964), 1.1 on eight H100 without PyTorch's memory, and 3.3 more
+# after the first all-to-all (nccl#1685), which Muon and bfloat16 weights start.
 NCCL_GB = 0.6
 NCCL_ALL_TO_ALL_GB = 3.9
 

@@ -23,6 +23,8 @@ from zero.options import weight_dtype
 
 BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
 PARTS = (*PURPOSES, "activations")
+# bytes that a GPU moves to decode and to encode two moments of an element, by the operations of zero/codecs.py
+_CODEC_BYTES = {"float32": 0, "bfloat16": 80, "int8": 130}
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,9 @@ class Planner:
             return f"{self.given_gb:g} GB" + (f" ({tensors} for tensors)" if self.device_type == "cpu" else "")
         libraries = "CUDA, cuBLAS and NCCL" if world_size > 1 else "CUDA and cuBLAS"
         whole, taken = self.card.memory_gb, f"{self._taken_gb(world_size):g}"
-        if world_size > 1 and (not self.has_adamw or weight_dtype(self.settings["param_dtype"]) != "float32"):
-            taken += f" to {CUDA_GB + NCCL_ALL_TO_ALL_GB:g}"  # the collectives of these modes include an all-to-all
+        sends_all_to_all = not self.has_adamw or weight_dtype(self.settings["param_dtype"]) != "float32"
+        if world_size > 1 and sends_all_to_all and self.card.link_gbit >= 1200:  # by NVLink, NCCL takes more channels
+            taken += f" to {CUDA_GB + NCCL_ALL_TO_ALL_GB:g}"
         return f"{tensors} ({self.settings['gpu']}: {whole:g} GB, less {taken} for {libraries})"
 
     def _taken_gb(self, world_size: int) -> float:
@@ -278,11 +281,13 @@ class Planner:
         gradients, steps, is_sharded = held.full_gradients, held.micro_steps, bool(plan.buffers)
         sends = steps if held.shard_gradients else 1
         casts = 0 if plan.has_masters or self.dtype == "float32" else steps * 2 * 1.5 * gradients
-        copies = 3 * gradients * (steps - sends) + 2 * gradients * sends * (held.world_size > 1)  # into buckets
+        copies = 3 * gradients * (steps - sends)
+        if held.world_size > 1:  # into buckets, and the sum of what arrives if NCCL does not add it up
+            copies += (2 + plan.has_masters) * gradients * sends
         shard = held.owned if is_sharded else gradients  # sums are float32
-        updated = (
-            held.owned + 2 * held.state + 2 * (held.master or held.owned) + gradients // plan.world_size * plan.has_masters
-        )
+        stored = 34 * plan.has_masters + 22 * any(buffer.has_remainders for buffer in plan.buffers)  # weights, remainders
+        codecs = (_CODEC_BYTES[plan.state_dtype] + stored) * held.owned // 4
+        updated = 3 * held.owned + 2 * plan.state_bytes[held.rank] + codecs
         moved = {"autocast": casts, "gradients": copies, "clip": 3 * shard, "update": updated}  # bytes
         ms = {name: count / self.card.memory_gbps / 1e6 for name, count in moved.items()}
         return {"matrices": 1e3 * computing, **ms, **{kind: 1e3 * exposed.get(kind, 0.0) for kind in KINDS}}

@@ -127,6 +127,11 @@ class Prediction:
         """
         return min(1.0, max(_BUCKET_BYTES, self._last_gradient) / max(1, self.full_gradients))
 
+    @property
+    def rounds(self) -> int:
+        """Number of rounds in which the matrices of Muon are exchanged, at least 1."""
+        return 1
+
     @cached_property
     def iteration_flops(self) -> int:
         """FLOPs of a Newton-Schulz iteration of the matrices that this rank transforms; 0 with AdamW."""
@@ -289,6 +294,10 @@ class ShardedPrediction(Prediction):
     def exposed_share(self) -> float:
         whole = sum(buffer.layout.padded_numel * buffer.dtype.itemsize for buffer in self.plan.buffers)
         return max(1 / max(1, len(self._own_shards)), 1 - self._bytes_before_last / max(1, whole))
+
+    @property
+    def rounds(self) -> int:
+        return max(1, len(self._rounds))
 
     @cached_property
     def iteration_flops(self) -> int:

@@ -53,20 +53,21 @@ class Network(NamedTuple):
         micro_steps = prediction.micro_steps
         took = dict.fromkeys(KINDS, 0.0) | self.seconds(prediction)
 
-        def not_hidden(seconds: float, by: float) -> float:
-            return max(seconds * prediction.exposed_share, seconds - by)
+        def not_hidden(seconds: float, by: float, share: float = prediction.exposed_share) -> float:
+            return max(seconds * share, seconds - by)
 
         if isinstance(prediction, FullyShardedPrediction):  # gathers in forward and in backward
             total, reduce = took["all-gather"] / micro_steps, took["reduce-scatter"] / micro_steps
             gather = total * prediction.gathered_in_forward
-            in_backward = micro_steps * not_hidden(total - gather + reduce, backward)
-            return {"all-gather": micro_steps * not_hidden(gather, forward), "reduce-scatter": in_backward}
+            in_backward = max(reduce * prediction.exposed_share, total - gather + reduce - backward)
+            return {"all-gather": micro_steps * not_hidden(gather, forward), "reduce-scatter": micro_steps * in_backward}
         sending = micro_steps if prediction.shard_gradients else 1  # backwards that send
         each = took["reduce-scatter"] / sending
         last = not_hidden(each + took["all-reduce"], backward)  # of replicas, too
+        earlier = max(0.0, not_hidden(each, backward) - forward)  # what is left runs beside the next forward
         return {
-            "reduce-scatter" if each else "all-reduce": (sending - 1) * not_hidden(each, backward) + last,
-            "all-to-all": not_hidden(took["all-to-all"], newton_schulz),
+            "reduce-scatter" if each else "all-reduce": (sending - 1) * earlier + last,
+            "all-to-all": not_hidden(took["all-to-all"], newton_schulz, 1 / prediction.rounds),
             "all-gather": not_hidden(took["all-gather"], forward),
             "broadcast": took["broadcast"],
         }

@@ -213,7 +213,7 @@ def trained_late():
     travel_as_on_gpu()
     if dist.get_world_size() == 1:
         send_to_itself()
-    replaced = {"Stream": mock.Mock, "stream": nullcontext, "current_stream": int, "_sleep": (sleep := mock.Mock())}
+    replaced = {"Stream": mock.Mock, "stream": nullcontext, "current_stream": mock.Mock, "_sleep": (sleep := mock.Mock())}
     native = mock.patch.object(collectives.Communicator, "_is_native", return_value=True)
     found = []
     with native, mock.patch.multiple(torch.cuda, **replaced):

@@ -1,6 +1,7 @@
 """`make bench-gpu`: its parts, what a call leaves for the next one, and what it brings home."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -88,6 +89,10 @@ def test_the_archive_takes_the_smallest_files_first(call, monkeypatch):
         names = archive.getnames()
     assert {"results/cpu/prints.txt", "results/cpu/parts.json", "out-bench/prints/metrics.jsonl"} < {*names}
     assert names[-1] == "out-bench/prints/profile/rank0.json.gz"
+    shutil.rmtree("results")
+    call("long")  # on a bare machine that has the archive
+    with open("results/cpu/summary.txt") as file:
+        assert "prints" in file.read()
     assert os.path.getsize("out-bench/cpu.tar.gz") < 20_000
 
 

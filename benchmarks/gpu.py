@@ -56,6 +56,8 @@ def parts(gpus: int, out: str) -> list[Part]:
     tiny = ["--n_layer=4", "--n_head=4", "--n_embd=192", "--block_size=64"]
     xl = ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--block_size=1024"] if on_gpu else tiny
     of_a_run = [name for name, mode in MODES.items() if mode.is_built and mode.overlap and not (mode.in_place or mode.hybrid)]
+    if not on_gpu:  # where Newton-Schulz iterations take minutes without instructions for bfloat16
+        of_a_run = [name for name in of_a_run if not MODES[name].muon]
     first = ["adamw", "adamw_in_place", "sharded", "codecs"]  # README has these
     in_place = f"--modes={','.join([*first, *(name for name in of_a_run if name not in first)])}"
     modes, rank_0_of_8 = f"--modes={','.join(of_a_run)}", "--simulate_world_size=8"

@@ -69,10 +69,7 @@ class AllToAllWork(NamedTuple):
 
 
 class Pool:
-    """Large CPU tensors that are kept for reuse: fresh memory would cost more time than the sum that it is used for.
-
-    Those of less than `KEPT_BYTES` are freed, because malloc reuses their memory, as the allocator of a GPU does.
-    """
+    """CPU tensors of `KEPT_BYTES` or more, which are kept for reuse: fresh memory would take more time than the sum in it."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
@@ -133,7 +130,7 @@ class Communicator:
 
     @property
     def is_alone(self) -> bool:
-        """Whether a shard is the whole bucket, so that nothing is sent. `benchmarks.exact` lets a rank send to itself."""
+        """Whether a shard is the whole bucket, so that nothing is sent."""
         return self.shard_size == 1
 
     def reduce_scatter(self, bucket: torch.Tensor) -> ReduceScatterWork:

@@ -42,8 +42,7 @@ class Remainders:
     """What bfloat16 weights lack to be float32, 16 bits: the same values as `Masters`, in half the bytes.
 
     A weight is its master rounded to the nearest number, or away from zero if two are equally near: `(bits + 0x8000) >> 16`.
-    The remainder then fits into 16 bits with a sign, while rounding to the nearest even number would need one more value.
-    Megatron-LM does the same (store_param_remainders).
+    The remainder then fits into 16 bits with a sign. Megatron-LM does the same (store_param_remainders).
     """
 
     def __init__(self, shard: torch.Tensor) -> None:

@@ -87,7 +87,7 @@ def parts(gpus: int, out: str) -> list[Part]:
         *(["--max_iters=60"] if on_gpu else ["--max_iters=12", "--batch_size=2", *tiny]),
     ]
     of_xl = ["--gradient_accumulation_steps=2", "--batch_size=2", "--learning_rate=2e-4", compiled, *xl]
-    of_xl += ["--max_iters=200" if on_gpu else "--max_iters=5"]
+    of_xl += ["--max_iters=200" if on_gpu else "--max_iters=4"]
     all_flags = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8"]
     all_flags += ["--activation_checkpointing=True", f"--loss_chunk={LOSS_CHUNK}"]
     checked = ["--shadow_check=5", "--grad_clip=0", eager]  # the weights are compared with those of the plain optimizer
@@ -107,7 +107,7 @@ def parts(gpus: int, out: str) -> list[Part]:
     return [
         # the speed and the memory of runs, as README promises them
         Part("gpt2-compiled", 120, 0, fast("gpt2-compiled", *of_gpt2, compiled)),
-        Part("xl-all-flags", 180, 0, fast("xl-all-flags", *of_xl, "--batch_size=1", "--max_iters=60", *all_flags)),
+        Part("xl-all-flags", 210, 0, fast("xl-all-flags", *of_xl, "--batch_size=1", *all_flags)),
         Part("xl-bfloat16", 150, 0, fast("xl-bfloat16", *of_xl, "--param_dtype=bfloat16")),
         # waits for collectives, and memory that moves
         Part("nccl-float32", 60, 1, [*exact, *right("nccl-float32", "--bias=True", *small_buckets)], exact=True),

@@ -44,6 +44,13 @@ Columns, of the rank with the most optimizer state:
   between      of this, what leaves a machine, as the mean over its ranks; every collective counts as a ring
   exposed      how much of the time the computation cannot hide, estimated
 
+With --explain_step, ms of an iteration: matrices at --mfu, the others at the bandwidth of the memory, of collectives what
+nothing hides. LayerNorm, GELU, attention's softmax and the loss are not counted.
+  autocast     lower-precision copies of float32 weights, and float32 gradients from lower ones, in each micro-step
+  gradients    sums over micro-steps, and copies into buckets
+  clip         the norm of the gradients, and their scaling
+  update       the optimizer on what a rank owns, with the codecs of the state and of the weights
+
 Modes:
 """
 
@@ -278,7 +285,7 @@ def print_parts(rows: list[dict[str, Any]]) -> None:
         parts = row["parts_ms"]
         figures = [f"{value:.2f}" for value in (*(parts[kind] for kind in kinds), sum(parts.values()))]
         lines.append([str(row["world_size"]), row["mode"] + row["chosen"], *figures])
-    print(f"\nms of an iteration; of collectives what nothing hides\n{table(lines)}")
+    print(f"\nms of an iteration, by arithmetic; the speed above counts matrices and collectives only\n{table(lines)}")
 
 
 def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:

@@ -1,12 +1,15 @@
-"""Everything that only a GPU can show, in calls of less than nine minutes. It needs only torch, numpy and tqdm.
+"""Everything that only a GPU can show. It needs a clone of this repository, torch, numpy and tqdm, and half an hour.
 
-    $ make bench-gpu                              # the parts without a result; two or three calls have time for all
+    $ make bench-gpu                              # the parts without a result: call it until none is left
     $ make bench-gpu PARTS="memory-xl profile"    # these, also if they have one
 
-The folder results/<card>/ receives the output of each part and a summary, out-bench/<card>.tar.gz the same with the metrics and
-the profile of the runs. Every row of a table is written when it is measured, and every part before the next one begins. Without
-a GPU, small models run through the same parts on the CPU, with gloo in place of NCCL. On a bare machine that has this archive,
-a call goes on from it. Exit code 1: a part failed or is left.
+A call takes at most nine minutes on a GPU. Before you give the machine back, take out-bench/<card>.tar.gz home, which has all.
+On another machine, put it there first, and a call goes on from it.
+
+The folder results/<card>/ receives the output of each part and a summary, the archive also the metrics and the profile of runs.
+Every row of a table is written when it is measured, and every part before the next one begins. Without a GPU, small models run
+through the same parts on the CPU, with gloo in place of NCCL, and everything may take longer. Exit code 1: a part failed or is
+left.
 """
 
 import glob
@@ -166,7 +169,7 @@ def run(part: Part, limit_s: float, folder: str) -> tuple[str, float]:
     begin = time.monotonic()
     path = os.path.join(folder, f"{part.name}.txt")
     with open(path, "w") as file:
-        file.write(f"$ {' '.join([*torchrun, *part.command])}\n\n")
+        file.write(f"$ python {' '.join([*torchrun, *part.command])}\n\n")
         file.flush()
         process = subprocess.Popen(
             [sys.executable, *torchrun, *command],
@@ -177,7 +180,7 @@ def run(part: Part, limit_s: float, folder: str) -> tuple[str, float]:
         )
         try:
             code = process.wait(limit_s)
-            result = f"failed with exit code {code}" if code else "ok"
+            result = f"failed with exit code {code}, see {path}" if code else "ok"
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun ends its ranks, which have sessions of their own
             try:

@@ -48,7 +48,7 @@ def test_a_second_call_goes_on_where_the_first_stopped(call):
     assert (code, last) == (1, "no time is left for long: call it again")
     assert list(lines) == ["prints", "fails", "hangs", "must be exact"]
     assert lines["prints"] == "ok; iter 2: loss 3"
-    assert lines["fails"] == "failed with exit code 1"
+    assert lines["fails"] == "failed with exit code 1, see results/cpu/fails.txt"
     assert lines["hangs"] == "did not end within 1 s"
     assert lines["must be exact"].startswith("failed; shadow check: ")
     gpu.BUDGET_S = 200

@@ -44,8 +44,8 @@ Columns, of the rank with the most optimizer state:
   between      of this, what leaves a machine, as the mean over its ranks; every collective counts as a ring
   exposed      how much of the time the computation cannot hide, estimated
 
-With --explain_step, ms of an iteration: matrices at --mfu, the others at the bandwidth of the memory, of collectives what
-nothing hides. LayerNorm, GELU, attention's softmax and the loss are not counted.
+With --explain_step, ms of an iteration: matrices at --mfu, the others at the bandwidth of the memory, of collectives
+what nothing hides. LayerNorm, GELU, attention's softmax and the loss are not counted.
   autocast     lower-precision copies of float32 weights, and float32 gradients from lower ones, in each micro-step
   gradients    sums over micro-steps, and copies into buckets
   clip         the norm of the gradients, and their scaling

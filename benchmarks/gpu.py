@@ -264,7 +264,10 @@ class Record:
 
 def main(named: list[str]) -> None:
     on_gpu = torch.cuda.is_available()
-    card = "-".join(torch.cuda.get_device_name().lower().split()) if on_gpu else "cpu"
+    # in another process: a context of this one would count as memory that the parts take
+    ask = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())"]
+    name = subprocess.run(ask, capture_output=True, text=True, check=True).stdout if on_gpu else "cpu"
+    card = "-".join(name.lower().split())
     every, slower, begin = parts(torch.cuda.device_count(), card), 1 if on_gpu else SLOWER, time.monotonic()
     with exit_on_wrong_input():
         if unknown := {*named} - {part.name for part in every}:

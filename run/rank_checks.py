@@ -159,11 +159,11 @@ def check_vocabulary(checkpoint: dict[str, Any], name: str, meta: dict[str, Any]
 def sources() -> dict[str, str]:
     """Return a checksum (CRC-32) of each source file of this program that has been imported, by path."""
     root = pathlib.Path(__file__).resolve().parent.parent
-    files = {pathlib.Path(getattr(module, "__file__", None) or "").resolve() for module in list(sys.modules.values())}
-    python = tuple(map(pathlib.Path, {sys.prefix, sys.base_prefix}))  # an environment may be below the root, too
-    own = [file for file in files if file.suffix == ".py" and file.is_relative_to(root) and file.is_file()]
-    paths = sorted(file for file in own if not any(file.is_relative_to(prefix) for prefix in python))
-    return {str(path.relative_to(root)): f"{zlib.crc32(path.read_bytes()):08x}" for path in paths}
+    python = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))  # may be below the root, too
+    names = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    files = {pathlib.Path(name).resolve() for name in names if name.endswith(".py") and not name.startswith(python)}
+    own = sorted(file for file in files if file.is_relative_to(root) and file.is_file())
+    return {str(path.relative_to(root)): f"{zlib.crc32(path.read_bytes()):08x}" for path in own}
 
 
 def difference(by_rank: list[Facts]) -> str | None:

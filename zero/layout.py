@@ -222,8 +222,8 @@ def plan(
 ) -> Plan:
     """Return the plan of a ShardedOptimizer: flat buffers, one per dtype and device, in reverse registration order.
 
-    `params` are numbered as in a torch.optim `state_dict()`, and `world_size` ranks share their state. Those with
-    another dtype in `options` are updated in their own, at least in float32. `earlier`: buffers that exist. Raises ValueError.
+    `params` are numbered as in a torch.optim `state_dict()`, and `world_size` ranks share their state. Those that
+    `options` store in another dtype are updated in their own, at least float32. `earlier`: existing buffers. Raises ValueError.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be positive")

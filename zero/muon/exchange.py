@@ -23,7 +23,7 @@ class Round(NamedTuple):
 
     sent: list[Part]  # rank by rank: what it sends to the owners, and gets back from them
     sent_numels: list[int]  # by rank
-    received: list[Part]  # rank by rank: what it receives of the matrices that it owns, and sends back
+    received: list[Part]  # rank by rank: parts of its own matrices, which it receives, and sends back
     received_numels: list[int]
     device: torch.device
 

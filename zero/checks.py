@@ -127,7 +127,7 @@ def check_addition(optimizer: Any) -> None:
     for param in optimizer.frozen:
         if param.requires_grad and optimizer.inner.state.get(param):
             remedy = "build a new ShardedOptimizer, and load what consolidate_state_dict() gathers"
-            raise RuntimeError(f"{name_of(param, optimizer.names)} has state from while it was frozen; {remedy}")
+            raise RuntimeError(f"{name_of(param, optimizer.names)} has state from a time when it was frozen; {remedy}")
 
 
 def check_in_place(optimizer: Any) -> None:

@@ -330,7 +330,7 @@ class Reducer(GradientSource):
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
         self._follow_zero_grad()
         if any(param.grad is not None and not isinstance(param.grad, SentGradient) for param in self.params):
-            remedy = "must run outside of no_sync(), with require_backward_grad_sync = True; one set by hand is never sent"
+            remedy = "must run outside of no_sync(), with require_backward_grad_sync = True; gradients set by hand are not sent"
             raise RuntimeError(f"gradients of this step have not been sent: its last backward {remedy}")
         if self.optimizer.comm.replicas > 1 or self._wrapper.shard_gradients:
             for gradients in self._gradients:  # start all all-reduces before the first wait

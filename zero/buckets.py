@@ -65,7 +65,7 @@ class OwnedSlice(NamedTuple):
         return shaped(self.masters.read(self.offset, self.offset + self.local.numel()), self.local)
 
     def set_masters(self, values: torch.Tensor, first: int = 0) -> None:
-        """Overwrite the masters with flat values of the parameter from its element `first` on, which it has already."""
+        """Overwrite the masters with flat values from the parameter's element `first` on. The weights have them already."""
         start, stop = max(first, self.start), min(first + values.numel(), self.stop)
         if self.masters is not None and start < stop:
             own = values[start - first : stop - first]
@@ -125,12 +125,12 @@ class Bucket:
 def allocate(
     planned: BufferPlan, params: list[torch.nn.Parameter], rank: int, first_param: int, first_bucket: int
 ) -> tuple[FlatBuffer, list[Bucket]]:
-    """Return a flat buffer, whose padding is zero and whose places of parameters are still to be written, and its buckets.
+    """Return a flat buffer and its buckets. The padding is zero; the parameters are still to be written.
 
-    `params`: as the layout numbers them. `first_param`, `first_bucket`: how many the buffers before this one have.
+    `params`: as the layout numbers them. `first_param`, `first_bucket`: how many parameters and buckets earlier buffers have.
     """
     layout = planned.layout
-    data = torch.empty(layout.padded_numel, dtype=planned.dtype, device=planned.device)  # on a CPU, no pages yet
+    data = torch.empty(layout.padded_numel, dtype=planned.dtype, device=planned.device)  # on a CPU, this takes no memory yet
     buffer = FlatBuffer(data, params, layout)
     buckets = []
     for number, (span, shards) in enumerate(zip(layout.buckets, layout.shards, strict=True), first_bucket):

@@ -40,7 +40,7 @@ _UNSUPPORTED = {
 
 
 def check_class(optimizer_cls: Any, optimizer_class: Any, elementwise: bool) -> type[torch.optim.Optimizer]:
-    """Return the class that one of the two arguments is. Raise ValueError if it cannot be divided."""
+    """Return the one of the two arguments that is given. Raise ValueError if the state of this class cannot be divided."""
     if optimizer_cls is not None and optimizer_class is not None:
         raise ValueError("optimizer_cls and optimizer_class are two names of one argument; give one of them")
     if not isinstance(optimizer_cls := optimizer_cls or optimizer_class, type):
@@ -57,7 +57,7 @@ def check_class(optimizer_cls: Any, optimizer_class: Any, elementwise: bool) -> 
 
 
 def rounded_state(optimizer_cls: type[torch.optim.Optimizer]) -> Collection[str] | None:
-    """Return the names of the state that a class lets be rounded, its attribute `rounded_state`; None: all of its state."""
+    """Return the names of the state that may be rounded, the attribute `rounded_state` of a class; None: all of its state."""
     if optimizer_cls in _ELEMENTWISE and optimizer_cls not in _EXACT:
         return None
     names = vars(optimizer_cls).get("rounded_state")
@@ -70,7 +70,7 @@ def rounded_state(optimizer_cls: type[torch.optim.Optimizer]) -> Collection[str]
 
 
 def check_rounding(optimizer_cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> None:
-    """Raise ValueError for a class that lets no state be rounded, or subtracts one mean from another."""
+    """Raise ValueError for a class whose state must not be rounded, or that subtracts one mean from another."""
     rounded_state(optimizer_cls)
     if optimizer_cls is torch.optim.RMSprop and any(group.get("centered") for group in groups):
         raise ValueError("RMSprop with centered=True subtracts one mean from another; use state_dtype='float32'")
@@ -127,7 +127,7 @@ def check_addition(optimizer: Any) -> None:
     for param in optimizer.frozen:
         if param.requires_grad and optimizer.inner.state.get(param):
             remedy = "build a new ShardedOptimizer, and load what consolidate_state_dict() gathers"
-            raise RuntimeError(f"{name_of(param, optimizer.names)} has state from while it was frozen; {remedy}")
+            raise RuntimeError(f"{name_of(param, optimizer.names)} has state from a time when it was frozen; {remedy}")
 
 
 def check_in_place(optimizer: Any) -> None:

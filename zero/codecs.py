@@ -1,7 +1,7 @@
 """Optimizer state in fewer bytes: float32 while its bucket is updated, encoded the rest of the time.
 
-A codec encodes a float32 tensor, one number per element of a slice. Checkpoints hold what it decodes to, in float32, and if
-that is encoded again, the bytes are the same: so a resumed run has the state of the run that was saved.
+A codec encodes a float32 tensor, one number per element of a slice. Checkpoints hold the decoded float32
+numbers. Encoded again, they give the same bytes, so a resumed run has the state of the run that was saved.
 """
 
 import math
@@ -72,10 +72,10 @@ class Int8:
     """One byte per element: its ratio to the largest element of its block of 256, on a scale that is finer for large ratios.
 
     The scale is the dynamic map of Dettmers et al., "8-bit Optimizers" (https://arxiv.org/abs/2110.02861), with two changes. It
-    includes the largest ratio exactly, with both signs, so that a block that is encoded again does not shrink. And of numbers
-    that are not zero, only `MEANS` become zero, or those of a block with nothing above 1e-37: an element whose second moment is
-    lost, but not its first, would be updated by too much. Blocks without negative elements use all codes for positive ones. It
-    rounds to the nearest code, so small changes are lost (docs/sharding.md has figures).
+    has the largest ratio exactly, with both signs, so that a block that is encoded again does not shrink. And small numbers
+    become zero only if they are `MEANS`, or if their block has nothing above 1e-37: with a second moment of zero and a first
+    moment that is not zero, an update would be too large. Blocks without negative elements use all codes for positive ones. A
+    number is rounded to the nearest code, so small changes are lost (docs/sharding.md has figures).
     """
 
     block, scratch = BLOCK, 12
@@ -151,7 +151,7 @@ class CodedState:
     """The state of slices that are updated together: in float32 from `decode` to `encode`, encoded the rest of the time.
 
     All its entries lie in one flat tensor, each from the beginning of a block on: an update takes as many operations for many
-    slices as for one. A slice that it skips keeps its state, because what was decoded is encoded to the same bytes.
+    slices as for one. A slice that an update skips keeps its state, because decoded numbers are encoded to the same bytes.
 
     `inner`: the optimizer. `slices`: its parameters, on one device. `names`: of entries that may be encoded; None: of all.
     """
@@ -227,7 +227,7 @@ class CodedState:
 def rounding_noise(steps: torch.Tensor, numel: int) -> torch.Tensor:
     """Return at most `numel` random numbers for `Codec.encode`: a hash of `steps`, which is one number. No wait for a GPU.
 
-    Each element gets a new one in each step; elements far apart share one, because making them takes longer than their use.
+    Each element gets a new one in each step; elements far apart share one, because making them takes longer than using them.
     """
     (block,) = next(pieces(torch.empty(numel, dtype=torch.int8, device=steps.device)))
     bits = torch.arange(block.numel(), dtype=torch.int32, device=steps.device)

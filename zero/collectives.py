@@ -18,14 +18,14 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 KINDS = ("all-reduce", "reduce-scatter", "all-to-all", "all-gather", "broadcast")  # of collectives
-KEPT_BYTES = 4_000_000  # smallest tensor that a Pool keeps
+KEPT_BYTES = 4_000_000  # bytes of the smallest tensor that a Pool keeps
 PART = 2**22  # elements that are broadcast at a time
 SUMMED_BY_NCCL = (torch.float32, torch.float64)  # other dtypes are added up in float32, see `Communicator.reduce_scatter`
 GRADIENTS, PARAMETERS, MATRICES = TAG + 1, TAG + 2, TAG + 3  # so that no parameter is ever taken for a gradient
 
 
 def is_on_cpu(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor travels as between CPUs. Tests replace this function, and gloo takes the ways of a GPU."""
+    """Return whether a tensor is sent as between CPUs. Tests replace this function, so that gloo sends as between GPUs."""
     return tensor.device.type == "cpu"
 
 
@@ -92,7 +92,7 @@ class Pool:
 
 
 def _write_sum(parts: list[torch.Tensor], place: torch.Tensor) -> None:
-    """Write a sum to `place`, which may be the first of the parts. They are added in its dtype, from the first to the last."""
+    """Write the sum of the parts to `place`, in its dtype, added from the first to the last. `place` may be the first part."""
     total = parts[0]
     if len(parts) == 1 or total.dtype != place.dtype:
         total = place.copy_(total)
@@ -103,10 +103,10 @@ def _write_sum(parts: list[torch.Tensor], place: torch.Tensor) -> None:
 class Communicator:
     """The collectives of one process group, with counters of bytes and wait time.
 
-    Construction and all collectives need to be called on all ranks, in the same order. A bucket is a flat tensor, the equal
-    shards of the ranks of a shard group end to end. Of several shard groups, each holds a replica of every shard, ranks with
-    equal shards form a replica group: hybrid sharding, as in Megatron-LM (`num_distributed_optimizer_instances`), PyTorch
-    FSDP (`HYBRID_SHARD`). `group`: all ranks that train the model. `options` say how many of them a shard group has.
+    Construction and all collectives need to be called on all ranks, in the same order. A bucket is a flat tensor: the equal
+    shards of the ranks of a shard group, end to end. With several shard groups, each holds a replica of every shard, and
+    the ranks with the same shard form a replica group: hybrid sharding, as in PyTorch FSDP (`HYBRID_SHARD`) and Megatron-LM
+    (`num_distributed_optimizer_instances`). `group`: all ranks that train. `options` say how many of them a shard group has.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, options: Options = Options()) -> None:
@@ -159,7 +159,7 @@ class Communicator:
     def sum_of(self, reduction: ReduceScatterWork, shard: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Wait for a reduce-scatter and return its sum over the shard group, added to `shard` if there is one.
 
-        Without `shard`, the sum takes the memory of a received part if that fits. It is made in the dtype of `like`, a shard.
+        The sum is computed in the dtype of `like`, a shard. Without `shard`, it reuses a received part if that fits.
         The other tensors of the reduction return to the pool. On a single rank, the bucket itself is the result.
         """
         self.wait("reduce-scatter", reduction.works, like.device)

@@ -22,24 +22,24 @@ class ShardedDataParallel(nn.Module):
     """Data parallelism for a model whose optimizer is a ShardedOptimizer. It replaces DistributedDataParallel.
 
     1. Parameters. After `step()`, every parameter is in its place. With `overlap=units`, the parameters of a unit are there
-       when its forward begins, those outside of all units when the model's forward begins; anywhere else, call
-       `optimizer.synchronize()` first. Saving, restoring, clipping, `step` and `zero_grad` do it themselves.
+       when the unit's forward begins, all others when the model's forward begins. Anywhere else, call
+       `optimizer.synchronize()` first. Saving, restoring, clipping, `step` and `zero_grad` do so themselves.
     2. Gradients. Backward divides a gradient by the world size, copies it into its bucket and frees it. A full bucket is
        reduce-scattered at once. Until the next `zero_grad` (of the optimizer, the wrapper or the model), `param.grad` holds a
        placeholder that refuses every operation: clip with `optimizer.clip_grad_norm_`, scale with `ShardedGradScaler`.
     3. Weights are written by the optimizer, by `optimizer.set_parameter`, and by `load_state_dict` of the model. Without a
-       `param_dtype`, any other write counts as well (with units, after `synchronize()`). With one, `step` refuses what version
-       counters show; others (`param.data`) change a "bfloat16_remainder" by at most half a unit of bfloat16, or are lost.
-    4. Structure. A model is wrapped once, for its life. Its parameters are not moved, replaced or regrouped: `step` refuses it.
+       `param_dtype`, any other write counts as well (with units, after `synchronize()`). With one, `step` refuses writes that
+       version counters show; others (`param.data`) are lost, or change a remainder by at most half a unit of bfloat16.
+    4. Structure. A model is wrapped once, for its life. Its parameters are not moved, replaced or regrouped, or `step` refuses.
 
-    Gradients add up until `zero_grad`. In `no_sync()` they do so in `param.grad`, and the next synchronized backward sends
-    their sum; with `shard_gradients`, every backward sends its own (P_os+g). A parameter with a gradient on some ranks counts
-    as zero on the others; without any, the update skips it. Call construction, forward, backward and step on all ranks.
+    Gradients add up until `zero_grad`: in `no_sync()` in `param.grad`, and the next synchronized backward sends the sum. With
+    `shard_gradients`, every backward sends its own gradients (P_os+g). If only some ranks have a gradient, it counts as zero on
+    the others; if none has one, the update skips the parameter. Call construction, forward, backward and step on all ranks.
 
     Args:
         broadcast_buffers: broadcast rank 0's buffers at construction and before forwards, as DistributedDataParallel does.
         overlap: modules of the model, such as its blocks. The all-gathers of a step then run beside the next forward, which
-            gains time where communication has processors of its own, as on GPUs. Compile units before, not the whole model.
+            gains time where communication has processors of its own, as on GPUs. Compile the units first, not the whole model.
 
     Raises ValueError if these do not fit each other or differ between the ranks.
 

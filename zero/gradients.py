@@ -18,13 +18,13 @@ TOLERANCE = 1e-3  # of norms: ranks that add up in different orders, also in bfl
 
 
 class GradientSource(ABC):
-    """What a ShardedOptimizer asks for gradients, with the same calls on all ranks: a Reducer, or else ParameterGradients."""
+    """Gives a ShardedOptimizer its gradients, with the same calls on all ranks: a Reducer, or else ParameterGradients."""
 
     is_whole = False  # whether every rank has all gradients: clipping and unscaling must keep them equal on all ranks
 
     @abstractmethod
     def check(self) -> None:
-        """Raise RuntimeError if a step cannot follow. Called when a step begins."""
+        """Raise RuntimeError if no step can be made now. Called when a step begins."""
 
     @abstractmethod
     def collect(self) -> Iterator[Bucket]:

@@ -17,7 +17,7 @@ _DIVIDED = "the optimizer state is divided among the ranks"
 
 
 class DividedState(torch.optim.Optimizer):
-    """What a ShardedOptimizer shares with ZeroRedundancyOptimizer: the whole state is gathered first, and then a state dict."""
+    """What a ShardedOptimizer shares with ZeroRedundancyOptimizer: the state is gathered before `state_dict` returns it."""
 
     comm: Communicator
     has_state: bool  # whether any rank may have state; the same on all ranks
@@ -39,7 +39,7 @@ class DividedState(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the `state_dict()` of the unsharded optimizer, on the rank that `consolidate_state_dict` has named.
 
-        On others, and before the first step, it has the groups only. Raises RuntimeError if a step has followed that call.
+        On other ranks, and before the first step, the groups only. Raises RuntimeError if a step has followed that call.
         """
         if self.has_state and self.gathered is None:
             raise RuntimeError(

@@ -212,7 +212,7 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     A third of the parameters: two buckets exist at a time, and each takes 2 % of a short step of a small model on a CPU. At
     least 4 MB, because messages have a latency. At most 25 MB, as in DistributedDataParallel: larger ones take memory and
     overlap less. Large models have 40 buckets: two are 5 % of the parameters, and the host needs time for each. With more than
-    25 ranks 1 MB per rank, because a ring sends one message per rank, as in Megatron-LM. Figures: docs/sharding.md.
+    25 ranks, at least 1 MB per rank, because a ring sends one message per rank, as in Megatron-LM. Figures: docs/sharding.md.
     """
     return max(4.0, min(nbytes / 3e6, max(25.0, world_size, nbytes / 40e6)))
 
@@ -222,8 +222,8 @@ def plan(
 ) -> Plan:
     """Return the plan of a ShardedOptimizer: flat buffers, one per dtype and device, in reverse registration order.
 
-    `params` are numbered as in a torch.optim `state_dict()`, and `world_size` ranks share their state. Those that `options`
-    store in another dtype are updated in their own, promoted to float32. `earlier`: buffers that exist. Raises ValueError.
+    `params` are numbered as in a torch.optim `state_dict()`, and `world_size` ranks share their state. Those that
+    `options` store in another dtype are updated in their own, at least float32. `earlier`: existing buffers. Raises ValueError.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be positive")

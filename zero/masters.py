@@ -1,4 +1,4 @@
-"""The owned elements of a bucket in float32, where the parameters have lower precision: kept, or weight and remainder."""
+"""The owned elements of a bucket in float32, where the parameters have lower precision: a copy, or weight and remainder."""
 
 import torch
 
@@ -34,12 +34,12 @@ class Masters:
         return self.values[start:stop]
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Overwrite elements from `start` on, whose weights have been written already, rounded as `store` does."""
+        """Overwrite elements from `start` on. Their weights are written already, rounded as `store` does."""
         self.values[start : start + values.numel()] = values
 
 
 class Remainders:
-    """What bfloat16 weights lack to be float32, 16 bits: the same values as `Masters`, in half the bytes.
+    """The 16 bits that bfloat16 weights lack to be float32: the same values as `Masters`, in half the bytes.
 
     A weight is its master rounded to the nearest number, or away from zero if two are equally near: `(bits + 0x8000) >> 16`.
     The remainder then fits into 16 bits with a sign. Megatron-LM does the same (store_param_remainders).

@@ -51,7 +51,7 @@ class ShardedOptimizer(DividedState):
         elementwise: True for a class that is not one of torch.optim's: the caller's promise that what it does to an element
             depends on that element, its gradient, its state, the hyperparameters of its group and the number of steps only.
         device: where the parameters will be. Default: where they are. They move there one after the other.
-        parameters_as_bucket_view: changes nothing, they always are. `overlap_with_ddp` must be False.
+        parameters_as_bucket_view: has no effect, parameters always are views. `overlap_with_ddp` must be False.
         **kwargs: options, such as `bucket_mb`: the fields of `zero.options.Options`. Others are arguments of `optimizer_cls`.
 
     Raises ValueError if an argument is invalid, `optimizer_cls` cannot be divided in this way or is not declared, or the

@@ -47,7 +47,7 @@ class Options:
         return None if self.param_dtype == "float32" else getattr(torch, weight_dtype(self.param_dtype))
 
     def sharing(self, world_size: int) -> int:
-        """Return how many of `world_size` ranks share the state. A single rank shares it with none, whatever `shard_size` is.
+        """Return how many of `world_size` ranks share the state. One rank shares it with nobody, whatever `shard_size` is.
 
         Raises ValueError if `shard_size` does not divide `world_size`.
         """

@@ -79,7 +79,7 @@ def _move_in(buffer: FlatBuffer, number: int, comm: Communicator, slices: list[O
 
 
 def _checked_plan(optimizer: Any, earlier: Plan | None) -> Plan:
-    """Return the plan of all groups, with the buffers of the earlier one. Nothing has moved if this refuses, on all ranks."""
+    """Return the plan of all groups, with the buffers of the earlier plan. If it refuses, on all ranks, nothing has moved."""
     groups, comm, options = optimizer.param_groups, optimizer.comm, optimizer.options
     params = list(itertools.chain(*(group["params"] for group in groups)))
 

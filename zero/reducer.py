@@ -138,7 +138,7 @@ class Reducer(GradientSource):
 
     `_begin_backward` takes the placeholders away, so that autograd adds nothing to them. `on_gradient` copies a gradient to
     its buckets and sends those that are full. `_end_backward` completes the buckets of parameters without a gradient, lets the
-    ranks agree on which of these have one on any rank, and puts a placeholder into `param.grad` of those with a gradient.
+    ranks agree on which parameters have a gradient on any rank, and puts a placeholder into `param.grad` of these.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -223,7 +223,7 @@ class Reducer(GradientSource):
             gradients.missing = {placed.param for placed in gradients.bucket.members}
 
     def _follow_zero_grad(self) -> None:
-        """Drop the gradients if the model's `zero_grad` has dropped their placeholders. Refuse if it has dropped a part."""
+        """Drop the gradients if the model's `zero_grad` has dropped their placeholders. Refuse if only some were dropped."""
         gone = [number for number in self._used if self.params[number].grad is None]
         if 0 < len(gone) < len(self._used):
             name = name_of(self.params[gone[0]], self.optimizer.names)
@@ -286,7 +286,7 @@ class Reducer(GradientSource):
             self._send_full_buckets()  # before the next buffer is acquired
 
     def _agree(self) -> None:
-        """Let the ranks agree on which parameters have a gradient on any. A rank on which all have one does not wait for it."""
+        """Let the ranks agree on which parameters have a gradient on any rank. A rank with all gradients does not wait."""
         self._wait_for_agreement()  # the one of the previous micro-step
         if not self.params or self.optimizer.comm.world_size == 1:
             return
@@ -314,7 +314,7 @@ class Reducer(GradientSource):
     # -- step: the methods of GradientSource ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse parameters that are not the optimizer's in the place of those that are."""
+        """Refuse trainable parameters of the module that the optimizer does not have."""
         is_changed = [part._modules for part in self._parts] != self._children  # which takes less time than `modules`
         parts = self._wrapper.module.modules() if is_changed else self._parts
         held = itertools.chain(*(part._parameters.values() for part in parts))
@@ -330,7 +330,7 @@ class Reducer(GradientSource):
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
         self._follow_zero_grad()
         if any(param.grad is not None and not isinstance(param.grad, SentGradient) for param in self.params):
-            remedy = "must run outside of no_sync(), with require_backward_grad_sync = True; one set by hand is never sent"
+            remedy = "must run outside of no_sync(), with require_backward_grad_sync = True; gradients set by hand are not sent"
             raise RuntimeError(f"gradients of this step have not been sent: its last backward {remedy}")
         if self.optimizer.comm.replicas > 1 or self._wrapper.shard_gradients:
             for gradients in self._gradients:  # start all all-reduces before the first wait

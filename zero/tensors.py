@@ -33,7 +33,7 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def piece_numel(on_cpu: bool) -> int:
     """Return how many elements are processed at a time.
 
-    On a CPU, intermediate results fit into its cache. On a GPU they take little memory, and longer than the launch of a kernel;
+    On a CPU, intermediate results fit into its cache. On a GPU they need little memory, but more time than a launch;
     both moments of a shard of 5M elements, as of a bucket of GPT-2 XL on 8 ranks, are one piece.
     """
     return 2**17 if on_cpu else 10 * 2**20

@@ -241,7 +241,7 @@ CONSTRUCTION = {  # ValueError
 }
 USE = {  # RuntimeError
     # -- what happens before a step
-    "a gradient by hand": ("one set by hand is never sent", a_gradient_by_hand),
+    "a gradient by hand": ("gradients set by hand are not sent", a_gradient_by_hand),
     "an unfrozen parameter": (r"0\.bias was frozen when", an_unfrozen_parameter),
     "an unfrozen parameter, alone": (
         "was frozen when",

@@ -12,7 +12,7 @@ ckpt*.pt.tmp        a file that is being written. The next start removes what a 
 shards_<iter>_*/    the tensors of sharded checkpoints. The folder is removed when no file refers to it any more.
 
 A consolidated checkpoint is one file with the whole state, gathered on rank 0. A sharded checkpoint is the same file, but
-with tensors on the meta device in place of the real tensors. These are in a folder of torch.distributed.checkpoint: every
+with tensors on the meta device. The real tensors are in a folder of torch.distributed.checkpoint: every
 rank writes the tensors that it owns, and reads the tensors that it needs. A folder is valid only if the file refers to it,
 so the replacement of the file replaces both at once.
 """

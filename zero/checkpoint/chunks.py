@@ -19,7 +19,7 @@ from zero.checkpoint.files import FileSum, file_sum, reading, sync_folder, under
 from zero.checkpoint.state import CheckpointError, TensorChunk, map_leaves, materialized
 from zero.host_comm import gather_objects
 
-# torch.distributed.checkpoint is used without torch.distributed on purpose, so this warning is not needed
+# torch.distributed.checkpoint is used without torch.distributed on purpose: no warning
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _METADATA = ".metadata"
@@ -177,7 +177,7 @@ def read_tensors(folder: str, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_tensors(tree: dict[str, Any]) -> tuple[dict[str, Any], list[TensorChunk]]:
-    """Return a tree with tensors on the meta device in place of real ones that have dimensions, and these as chunks."""
+    """Return a tree in which meta tensors replace the real ones that have dimensions, and the real ones as chunks."""
     metas: dict[tuple[Any, ...], torch.Tensor] = {}
     chunks = []
 

@@ -116,7 +116,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def check_trainable(checkpoint: dict[str, Any], path: str) -> None:
-    """Raise CheckpointError if a checkpoint was stripped of what training needs to go on."""
+    """Raise CheckpointError if a checkpoint lacks what training needs to continue."""
     if missing := sorted(KEYS.keys() - checkpoint.keys()):
         remedy = "it can be sampled, evaluated and exported; train from the exported folder with --init_from=FOLDER"
         raise CheckpointError(f"{path} lacks {', '.join(missing)}, which training needs to go on; {remedy}")

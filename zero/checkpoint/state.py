@@ -52,7 +52,7 @@ class TensorChunk(NamedTuple):
         return cls(name, tensor.numel(), 0, tensor.detach())
 
     def read(self) -> torch.Tensor:
-        """Return the elements, decoded in each call: so few chunks exist in full."""
+        """Return the elements. Each call decodes them, so that few chunks are decoded at a time."""
         return self.elements if self.decode is None else self.decode()
 
     def read_flat(self) -> torch.Tensor:
@@ -86,7 +86,7 @@ def consolidate(optimizer: torch.optim.Optimizer, to: int = 0) -> dict[str, Any]
     Return on this rank the `state_dict()` of the unsharded optimizer, in copies on the CPU; on others None.
 
     Raises CheckpointError on all ranks if an entry of state has neither one number per element nor the same value on all ranks.
-    With whole parameters, it may have any shape.
+    If parameters are whole, an entry may have any shape.
     """
     part = replace(settled(optimizer), to=to)
     whole = _gathered(part, *_of_optimizer(part))
@@ -132,7 +132,7 @@ def restore(
     """Load the state of an unsharded optimizer. Each rank takes its slices. Needs to be called on all ranks.
 
     Hyperparameters come from `state_dict`, except for the choice of kernel (`fused`, `foreach`, ...). `step` counters go to the
-    device that this requires (https://github.com/pytorch/pytorch/issues/124133).
+    device that the kernel requires (https://github.com/pytorch/pytorch/issues/124133).
 
     `state_dict`: that of `consolidate` or of an unsharded optimizer. It is only read and copied. `read_chunks`: fills the
     elements of chunks, for tensors on the meta device. Raises CheckpointError if groups, shapes or entries do not match.

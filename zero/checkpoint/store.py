@@ -96,7 +96,7 @@ def find(folder: str) -> tuple[str, str | None]:
 def names(folder: str) -> list[str]:
     """Return the names of all checkpoints of a folder and of their shards, `ckpt.pt` as the last one.
 
-    A file of another name, such as a copy of `ckpt.pt`, is among them if it refers to shards, which it needs beside it.
+    Files of other names, such as copies of `ckpt.pt`, are among them if they refer to shards, which they need beside them.
     """
     found = {name for name in os.listdir(folder) if name in (NAME, PREVIOUS) or _KEPT.fullmatch(name)}
     if shards := {name for name in os.listdir(folder) if _SHARDS.fullmatch(name)}:
@@ -176,7 +176,7 @@ def _replace_file(checkpoint: dict[str, Any], path: str, previous: str | None) -
 
 
 def _clean_up(folder: str, keep: int, iteration: int, shards: set[str]) -> str | None:
-    """Keep the newest checkpoint, of `iteration`, as one of the last `keep` by iteration, and remove earlier ones.
+    """Copy the newest checkpoint to the name of its `iteration`, and of such copies keep the last `keep` only.
 
     Then remove those of `shards` that no file refers to any more. Return a description of a problem, or None.
     """

@@ -125,7 +125,7 @@ class CheckpointWriter:
 
 
 def _is_finite(value: Any) -> bool:
-    """Return whether a value is no tensor with an inf or a nan. Needs almost no memory."""
+    """Return False for a tensor with an inf or a nan, True for any other value. Needs almost no memory."""
     if not (isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()):
         return True
     least, most = value.detach().aminmax()  # both are nan if the tensor holds a nan

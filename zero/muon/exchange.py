@@ -23,7 +23,7 @@ class Round(NamedTuple):
 
     sent: list[Part]  # rank by rank: what it sends to the owners, and gets back from them
     sent_numels: list[int]  # by rank
-    received: list[Part]  # rank by rank: what it receives of the matrices that it owns, and sends back
+    received: list[Part]  # rank by rank: parts of its own matrices, which it receives, and sends back
     received_numels: list[int]
     device: torch.device
 
@@ -32,8 +32,8 @@ class MatrixExchange:
     """Exchanges matrices between the ranks of a shard group, round by round. Every method needs to be called on all ranks.
 
     `zero.muon.matrices.MatrixPlan` says which matrices a round has. Slices are sent to the owners of their matrices, which
-    transform these and send the directions back. In a stage of the update, this happens to three rounds: while one is
-    transformed, the next one is on its way, and so are the directions of the one before.
+    transform the matrices and send the directions back. In a stage of the update, three rounds are in work: one is
+    transformed, the next one is on its way, and so are the directions of the previous one.
     """
 
     def __init__(self, optimizer: Any) -> None:  # a ShardedOptimizer with Muon as its inner optimizer
@@ -101,7 +101,7 @@ class MatrixExchange:
         return self._round_of.get(self.number_of[param])
 
     def _use(self, used: set[int]) -> None:
-        """Make the rounds of the matrices of some parameters."""
+        """Make the rounds that exchange some parameters."""
         self._used, self._needed = used, {}
         # by round: what is sent to each rank and received from it, the device
         found: dict[int, tuple[list[list[Part]], list[list[Part]], torch.device]] = {}
@@ -121,7 +121,7 @@ class MatrixExchange:
         self._rounds = [Round(*_joined(sent), *_joined(received), device) for sent, received, device in found.values()]
 
     def _advance(self, before: Before) -> None:
-        """Run a stage: send a round, transform the one before it, and receive the directions of the one before that."""
+        """Run a stage: send round k, transform round k - 1, and receive the directions of round k - 2."""
         stage, rounds = self._stage, self._rounds
         if stage < len(rounds):
             self._send(stage, rounds[stage], before)

@@ -43,7 +43,7 @@ class MatrixPlan:
 
     A round has the matrices of consecutive parameters in the order in which the update needs them: at least one per rank, and
     as many elements as a bucket. It ends where the ranks have had equal loads since the first round, up to `IMBALANCE`, so that
-    they hardly wait for each other: anywhere, once the mean load is 20 times the largest cost of a matrix.
+    they hardly wait for each other. Once the mean load is 20 times the largest cost of a matrix, it may end anywhere.
     """
 
     matrices: list[Matrix]
@@ -53,7 +53,7 @@ class MatrixPlan:
 
 
 def matrix_plan(plan: Plan) -> MatrixPlan:
-    """Return the plan of the matrices of a ShardedOptimizer's plan, with parameters numbered as in its buffers, one by one.
+    """Return the plan of the matrices in a ShardedOptimizer's plan. Parameters are numbered in the order of its buffers.
 
     Raises ValueError if a parameter does not consist of as many matrices as its group says.
     """
@@ -115,7 +115,7 @@ def _rounds(matrices: list[Matrix], costs: list[int], buffers: list[tuple[int, l
                 if max(round_.after) <= IMBALANCE * max(largest, sum(round_.after) / world_size):
                     found.append(round_)
                     numbers, numel, loads = [], 0, round_.after
-        if numbers:  # what is left is a round, or joins the one before if loads are then more equal
+        if numbers:  # what is left is a round of its own, or joins the previous one if loads are then more equal
             rest = divided(numbers, loads)
             if len(found) > first:
                 joined = divided(found[-1].numbers + numbers, found[-1].before)
@@ -128,7 +128,7 @@ def _rounds(matrices: list[Matrix], costs: list[int], buffers: list[tuple[int, l
 
 
 def _owners(round_: _Round, costs: list[int], parts: list[list[Part]]) -> Iterator[tuple[int, int]]:
-    """Yield number and owner of each matrix of a round: of the ranks that own such a cost, the one that holds most of it."""
+    """Yield number and owner of each matrix of a round: of the ranks that get such a cost, the one with most of the matrix."""
     free: dict[int, list[int]] = {}  # by cost: ranks that own a matrix of this cost
     for number, owner in zip(round_.numbers, round_.owners, strict=True):
         free.setdefault(costs[number], []).append(owner)

@@ -39,10 +39,9 @@ class Logger:
     """
 
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
-        self.file: MetricsFile | None = None
-        self.summary, self._is_finished = Summary(config), False
+        self._is_finished, self.file = False, None
         if out_dir is None or not is_rank_0():
-            self.run, self._tensorboard = WandbRun(config), TensorBoardRun(None, 0, config)
+            self.summary, self.run, self._tensorboard = Summary(config), WandbRun(config), TensorBoardRun(None, 0, config)
             return
         self.summary = Summary(_all_facts(out_dir, config, resume_at))
         try:
@@ -65,7 +64,7 @@ class Logger:
         _write_facts(out_dir, self.summary.facts)
 
     def log(self, event: dict[str, Any], line: str | None = None) -> None:
-        """Write an event, then print the line. If the disk is full, print a warning once and continue.
+        """Write an event to wandb, TensorBoard and `metrics.jsonl`, then print the line.
 
         `event` has metrics by key, numbers or texts; "iter" is the iteration, by default the current one.
         """
@@ -73,12 +72,10 @@ class Logger:
             return
         event = {"iter": max(0, position.iteration), **event}
         self.summary.add(event)
-        self.run.log(event)
-        self._tensorboard.log(event)
+        for sink in filter(None, (self.run, self._tensorboard, self.file)):
+            sink.log(event)
         if "val/loss" in event:
             self.run.summarize(self.summary.figures())
-        if self.file is not None:
-            self.file.write(event)
         if line is not None:
             print0(line)
 
@@ -160,7 +157,7 @@ class MetricsFile:
         self._file.seek(0, os.SEEK_END)
         self._file.write(b"".join(self.late))
 
-    def write(self, event: dict[str, Any]) -> None:
+    def log(self, event: dict[str, Any]) -> None:
         """Append an event, with null for numbers that are not finite. If the disk is full, warn once and continue."""
         values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in event.items()}
         line, begin = json.dumps(values, allow_nan=False).encode() + b"\n", self._file.seek(0, os.SEEK_END)

@@ -116,8 +116,7 @@ class MemoryCheck:
         launch, plan = launched(), _plan_of(partition(optimizer))
         param_dtype = "bfloat16" if plan.has_masters else "float32"
         activations = _activations(workload, param_dtype) if is_rank_0() else Activations()
-        inside = set(parameters(optimizer))
-        frozen = sum(param.nbytes for param in model.parameters() if param not in inside)
+        frozen = sum(param.nbytes for param in set(model.parameters()) - set(parameters(optimizer)))
         how: dict[str, Any] = {"on_cpu": workload.device_type == "cpu", "shard_gradients": shard_gradients, "frozen": frozen}
         how |= {"world_size": launch.world_size, "micro_steps": micro_steps}
         self.forecast = forecast(plan, activations, launch.distributed, **how)
@@ -197,22 +196,20 @@ def describe(optimizer: torch.optim.Optimizer, without_effect: list[str]) -> str
     part = partition(optimizer)
     plan, optimizer_class = _plan_of(part), type(part.inner).__name__
     state = plan.state_bytes
-    fullest = Prediction(plan, state.index(max(state)))
     whole = f"{sum(state) / 1e6:.1f} MB"
     idle = f"; without effect on one rank: {', '.join(without_effect)}" if without_effect else ""
-    if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
-        name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
-        text = f"{fullest.state / 1e6:.1f} MB of {optimizer_class} state on the fullest rank"
-        if plan.state_dtype != "float32":
-            text += f" (in {plan.state_dtype} between updates)"
-        count = optimizer.comm.replicas if isinstance(optimizer, ShardedOptimizer) else 1
-        ranks = f"{len(state)} rank{'s' if len(state) > 1 else ''}"
-        replicas = f" in each of {count} groups" if count > 1 else ""
-        if plan.has_masters:
-            held = "remainders" if any(buffer.has_remainders for buffer in plan.buffers) else "float32 masters"
-            text += f", plus {fullest.master / 1e6:.1f} MB of {held} of the {plan.param_dtype} weights"
-        how = f"ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over {ranks}{replicas}"
-        if len(state) * count == 1:
-            how = f"{type(optimizer).__name__} on one rank"
-        return f"Using {how}, {text}; plain {optimizer_class} would hold {whole} on each{idle}"
-    return f"Using plain {optimizer_class}: {whole} of optimizer state on each rank{idle}"
+    if not isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
+        return f"Using plain {optimizer_class}: {whole} of optimizer state on each rank{idle}"
+    fullest = Prediction(plan, state.index(max(state)))
+    text = f"{fullest.state / 1e6:.1f} MB of {optimizer_class} state on the fullest rank"
+    if plan.state_dtype != "float32":
+        text += f" (in {plan.state_dtype} between updates)"
+    if plan.has_masters:
+        held = "remainders" if any(buffer.has_remainders for buffer in plan.buffers) else "float32 masters"
+        text += f", plus {fullest.master / 1e6:.1f} MB of {held} of the {plan.param_dtype} weights"
+    name, count = ("sharded", optimizer.comm.replicas) if isinstance(optimizer, ShardedOptimizer) else ("torch", 1)
+    how = f"{type(optimizer).__name__} on one rank"
+    if len(state) * count > 1:
+        ranks = f"{len(state)} rank{'s' if len(state) > 1 else ''}{f' in each of {count} groups' if count > 1 else ''}"
+        how = f"ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over {ranks}"
+    return f"Using {how}, {text}; plain {optimizer_class} would hold {whole} on each{idle}"

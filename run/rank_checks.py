@@ -13,7 +13,6 @@ from collections import Counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import PER_HOST
@@ -46,8 +45,7 @@ def compare_settings(settings: dict[str, Any], device: str, dtype: str) -> None:
         "copy the same code to all hosts": sources(),
         "start all ranks with the same settings": {key: settings[key] for key in settings if key not in PER_HOST},
     }
-    if message := difference(gather_objects(facts)):
-        raise ValueError(message)
+    compare(facts)
 
 
 def check_combinations(settings: dict[str, Any], world_size: int) -> None:
@@ -74,15 +72,12 @@ def compare_model_and_data(model: torch.nn.Module, fingerprint: dict[str, str], 
     Raises:
         ValueError: as `compare_settings`.
     """
-    if not dist.is_initialized():
-        return
     parameters = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in model.named_parameters()}
     facts: Facts = {
         "copy the dataset from one host to the others": fingerprint,
         "give all hosts the same checkpoint or pretrained model": {**values, **vars(model.config), **parameters},
     }
-    if message := difference(gather_objects(facts)):
-        raise ValueError(message)
+    compare(facts)
 
 
 def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any], data: Dataset) -> None:
@@ -164,6 +159,12 @@ def sources() -> dict[str, str]:
     own = [file for file in files if file.suffix == ".py" and file.is_relative_to(root) and file.is_file()]
     paths = sorted(file for file in own if not any(file.is_relative_to(prefix) for prefix in python))
     return {str(path.relative_to(root)): f"{zlib.crc32(path.read_bytes()):08x}" for path in paths}
+
+
+def compare(facts: Facts) -> None:
+    """Raise ValueError on all ranks if they have different facts. Needs to be called on all ranks."""
+    if message := difference(gather_objects(facts)):
+        raise ValueError(message)
 
 
 def difference(by_rank: list[Facts]) -> str | None:

@@ -207,7 +207,7 @@ def saves_take(seconds):
 def logging_takes(seconds):
     from run.logger import MetricsFile
 
-    sleep_before(MetricsFile, "write", seconds)
+    sleep_before(MetricsFile, "log", seconds)
 
 
 def measure_every(iterations, fault=None, *args):

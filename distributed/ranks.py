@@ -39,8 +39,7 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
     Returns:
         The device of this rank. For 'cuda' it is the GPU number `local_rank`, modulo the number of visible GPUs.
 
-    Raises:
-        ValueError: if no backend, or not this one, supports the device.
+    Raises ValueError if no backend, or not this one, supports the device.
     """
     if not launch.distributed:
         if device.startswith("cuda:"):
@@ -83,8 +82,7 @@ def print0(*values: Any) -> None:
 def on_rank_0(function: Callable[[], Any]) -> Any:
     """Call a function on rank 0 only and return its result on all ranks. Needs to be called on all ranks.
 
-    Raises:
-        ValueError, OSError: on all ranks, if the function raised it on rank 0.
+    Raises ValueError, OSError on all ranks, if the function raised it on rank 0.
     """
     result = error = None
     if is_rank_0():

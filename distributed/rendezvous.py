@@ -56,8 +56,7 @@ def meet(
     (https://github.com/pytorch/pytorch/issues/135712). So each process posts an ID of its own, and a checksum of the IDs that
     it sees. When all ranks see the same, no ID is from before: only a process of this start has seen the new ones.
 
-    Raises:
-        RuntimeError: if not all ranks call this function within `timeout_s`.
+    Raises RuntimeError if not all ranks call this function within `timeout_s`.
     """
     keys = [f"start of rank {number}" for number in range(world_size)]
     own, seen, end = uuid.uuid4().hex, "", time.monotonic() + timeout_s
@@ -80,8 +79,7 @@ def interface(own: str, addresses: list[str]) -> str | None:
     This is the one with `own`, the address from which this machine reaches MASTER_ADDR. On the machine that has MASTER_ADDR,
     the name may mean loopback: then it is the interface that reaches another machine. `addresses` are those of all ranks.
 
-    Raises:
-        ImportError: without psutil.
+    Raises ImportError without psutil.
     """
     outside = [found for found in addresses if found and not ipaddress.ip_address(found).is_loopback]
     if own not in outside and outside:

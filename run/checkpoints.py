@@ -65,8 +65,7 @@ def find_newest(folder: str) -> str:
 def load_newest(folder: str) -> dict[str, Any]:
     """Return the checkpoint that `find_newest` finds. Needs to be called on all ranks.
 
-    Raises:
-        ValueError: on all ranks, if there is none, or a rank cannot read it.
+    Raises ValueError on all ranks, if there is none, or a rank cannot read it.
     """
     return ckpt.load_on_all_ranks(find_newest(folder))
 

@@ -36,8 +36,7 @@ def compare_settings(settings: dict[str, Any], device: str, dtype: str) -> None:
     Call it before `start`, where a rank with another backend or device could not join the others. The settings in `PER_HOST`
     may differ. `device` and `dtype` are what `machine.resolve` returned.
 
-    Raises:
-        ValueError: on all ranks, with a rank that differs, what it has and what the others have.
+    Raises ValueError on all ranks, with a rank that differs, what it has and what the others have.
     """
     settings = settings | {"device": device.partition(":")[0], "dtype": dtype}
     facts: Facts = {
@@ -69,8 +68,7 @@ def compare_model_and_data(model: torch.nn.Module, fingerprint: dict[str, str], 
     read from a checkpoint; of the data the files, as in `Dataset.fingerprint`. The weights themselves are not: in a training,
     the ranks take those of rank 0.
 
-    Raises:
-        ValueError: as `compare_settings`.
+    Raises ValueError as `compare_settings`.
     """
     parameters = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in model.named_parameters()}
     facts: Facts = {
@@ -85,8 +83,7 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
 
     Of a checkpoint from nanoGPT, only the size of the vocabulary is known.
 
-    Raises:
-        ValueError: if the dataset has another vocabulary, or the checkpoint is of another optimizer.
+    Raises ValueError if the dataset has another vocabulary, or the checkpoint is of another optimizer.
     """
     check_vocabulary(checkpoint, data.name, data.meta)
     if "dataset" in checkpoint and checkpoint["dataset"] != data.fingerprint:
@@ -130,8 +127,7 @@ def vocabulary_at_hand(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
 
     A checkpoint that was stripped may not name its dataset. Then `of_size` decides.
 
-    Raises:
-        ValueError: as `check_vocabulary`.
+    Raises ValueError as `check_vocabulary`.
     """
     if (dataset := checkpoint["config"].get("dataset")) is None:
         return of_size(checkpoint["model_args"].get("vocab_size", GPTConfig.vocab_size))

@@ -25,7 +25,7 @@ from model import GPT
 from run.checkpoints import Checkpoints, State
 from run.guard import Guard
 from run.logger import Logger
-from run.memory_meter import MemoryCheck, MemoryMeter, describe
+from run.memory_meter import Memory, describe
 from run.meter import Iteration, Meter
 from run.profiling import FOLDER, Profiler
 from run.progress import Progress
@@ -122,12 +122,11 @@ class Run:
             state.wandb_run_id = self.log.run.id or state.wandb_run_id
         how = raw_model.activation_checkpointing, raw_model.loss_chunk, config["compile"]
         workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, *how)
-        memory = MemoryMeter(model, optimizer)
-        self.memory_check = MemoryCheck(self.log, memory, workload, flags.shard_gradients, self.micro_steps)
+        self.memory = Memory(self.log, model, optimizer, workload, flags.shard_gradients, self.micro_steps)
         if isinstance(optimizer, ShardedOptimizer):
             self.profiler.wait = optimizer.synchronize
         flops, max_iters = raw_model.flops_per_token(), config["max_iters"]
-        self.meter = Meter(self.memory_check, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s)
+        self.meter = Meter(self.memory, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s)
         self.signals = Signals()
         self.guard = Guard(optimizer, scaler, config["max_nonfinite"], self.log.alert)
         self.shadow.follow(optimizer, scaler, config["max_nonfinite"], autocast, self.micro_steps, config["grad_clip"])
@@ -137,7 +136,7 @@ class Run:
                 "use a larger one"
             )
         if will_train:
-            self.memory_check.announce(state.iter_num)
+            self.memory.announce(state.iter_num)
         position.begin_iteration(state.iter_num)  # from here on, the watchdog ends a rank that hangs
 
     # -- an iteration --------------------------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ class Run:
     def after_update(self) -> None:
         """Call when the weights are updated, and the gradients still exist."""
         if self.state.iter_num >= self.first_iter + max(2, self.config["shadow_check"]):
-            self.memory_check.compare(self.state.iter_num)  # once, as soon as there is optimizer state
+            self.memory.compare(self.state.iter_num)  # once, as soon as there is optimizer state
 
     def end_iteration(self, lr: float) -> None:
         """Call when the gradients are dropped."""
@@ -210,7 +209,7 @@ class Run:
             self.read_figures()
         self.progress.update(iteration, self.log.summary.last)
         if self.shadow.update():
-            self.memory_check.memory.forget_peak()
+            self.memory.forget_peak()
             self.meter.restart()
         if self.profiler.step():
             self.meter.restart()

@@ -17,7 +17,7 @@ from distributed.launch import launched
 from distributed.ranks import print0
 from run.communication import CommunicationMeter
 from run.guard import Reading
-from run.memory_meter import MemoryCheck
+from run.memory_meter import Memory
 from run.metrics import EXPOSED_KEYS, SENT_KEYS, Point
 from zero.collectives import KINDS
 from zero.host_comm import gather_objects
@@ -31,7 +31,7 @@ class Meter:
     """Measures the iterations of a run and logs the metrics. Needs to be created on all ranks.
 
     Args:
-        memory_check: has the meter of the memory, and the logger that receives the metrics.
+        memory: has the logger, which receives the metrics.
         tokens_per_iter: of all ranks together.
         elapsed_s: wall time of the run before this process.
     """
@@ -40,15 +40,14 @@ class Meter:
 
     def __init__(
         self,
-        memory_check: MemoryCheck,
+        memory: Memory,
         dtype: str,
         tokens_per_iter: int,
         flops_per_token: float,
         max_iters: int,
         elapsed_s: float,
     ) -> None:
-        self.log, self.memory, self.memory_check = memory_check.log, memory_check.memory, memory_check
-        self.device = self.memory.device
+        self.log, self.memory, self.device = memory.log, memory, memory.device
         self.tokens_per_iter = tokens_per_iter
         self.flops_per_iter = flops_per_token * tokens_per_iter / launched().world_size  # of one rank
         self.max_iters, self._elapsed_before = max_iters, elapsed_s
@@ -146,11 +145,14 @@ class Meter:
                 "comm/sent_mb_per_step": sum(sent_mb.values()),
                 **{SENT_KEYS[kind]: sent_mb[kind] for kind in KINDS if self._sent[kind]},
             }
-        percent = f"{event['mfu']:.2f}%" if self._mfu else "n/a"
+        percent, peak_of = (
+            f"{event['mfu']:.2f}%" if self._mfu else "n/a",
+            "tensors" if self.device.type == "cuda" else "process",
+        )
         self.log.log(
             event | ended.over_ranks,
             f"iter {ended.number}: loss {figures.loss:.4f}, time {seconds * 1000:.2f}ms, mfu {percent}, "
-            f"{tokens_per_s:,.0f} tok/s, {self.memory.peak_of} {ended.peak / 1e9:.2f} GB at the peak",
+            f"{tokens_per_s:,.0f} tok/s, {peak_of} {ended.peak / 1e9:.2f} GB at the peak",
         )
 
     def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float, seconds: float, tokens: int) -> None:
@@ -180,7 +182,7 @@ class Meter:
         values_of = {name: [of_rank[name] for of_rank in memories] for name in memories[0]}
         values_of = {name: values for name, values in values_of.items() if name.endswith("_mb") or any(values)}  # no 0 counters
         event = {f"memory/{name}": max(values) for name, values in values_of.items()}
-        event["memory/predicted_mb"] = self.memory_check.forecast.peak / 1e6
+        event["memory/predicted_mb"] = self.memory.forecast.peak / 1e6
         if len(losses) > 1:  # there are ranks to compare
             event["iter/loss_max_rank"] = float(np.max(losses))  # nan if a loss is nan
             event["time/rank_spread_ms"] = max(times) - min(times)
@@ -188,9 +190,8 @@ class Meter:
             differing = {name: values for name, values in values_of.items() if len(set(values)) > 1}
             event |= {f"memory/{name}_min": min(values) for name, values in differing.items()}
             event |= {f"memory/{name}_rank": values.index(max(values)) for name, values in differing.items()}
-        has_state = self.memory.has_state or self.memory_check.compared
-        saved = sum(self.memory_check.plain.values()) - max(held)
-        if has_state and saved:  # not before the first update, and not for what is not sharded
+        saved = sum(self.memory.plain.values()) - max(held)
+        if self.memory.has_state and saved:  # not before the first update, and not for what is not sharded
             event["memory/saved_mb"] = saved / 1e6
         return event
 

@@ -30,14 +30,9 @@ _BACKSTOP_S = 60.0  # collectives time out later than the watchdog, whose messag
 def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float = 600.0) -> torch.device:
     """Choose the device of this rank and the backend of the process group. Needs to be called on all ranks, after `connect`.
 
-    Args:
-        launch: what `launched` returned.
-        device: what `machine.resolve` returned. On CPUs, each rank gets its share of the cores of the machine.
-        backend: 'nccl', 'gloo' or 'auto'; 'auto' is NCCL if every rank has its own GPU, otherwise gloo.
-        timeout_s: see `watchdog.Watchdog`. Collectives have a minute more, including those before the watchdog starts.
-
-    Returns:
-        The device of this rank. For 'cuda' it is the GPU number `local_rank`, modulo the number of visible GPUs.
+    `device` is what `machine.resolve` returned. For 'cuda', a rank gets the GPU number `local_rank`, modulo the number of GPUs
+    that it sees; on CPUs, its share of the cores. The backend 'auto' is NCCL if every rank has its own GPU, otherwise gloo.
+    Collectives, also those before the watchdog starts, time out a minute after its `timeout_s`.
 
     Raises ValueError if no backend, or not this one, supports the device.
     """

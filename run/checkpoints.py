@@ -171,9 +171,15 @@ class Checkpoints:
                 continue
             if outcome.warning:
                 log.warn(outcome.warning)
-            seconds = {"consolidate_s": outcome.consolidate_s, "write_s": outcome.write_s, "blocked_s": blocked_s}
-            figures = {f"checkpoint/{name}": value for name, value in {**seconds, "bytes": outcome.nbytes}.items()}
-            log.log({"iter": outcome.iter_num, **figures})
+            log.log(
+                {
+                    "iter": outcome.iter_num,
+                    "checkpoint/consolidate_s": outcome.consolidate_s,
+                    "checkpoint/write_s": outcome.write_s,
+                    "checkpoint/blocked_s": blocked_s,
+                    "checkpoint/bytes": outcome.nbytes,
+                }
+            )
         return isinstance(self.error, DivergedError) or (required and self.error is not None)
 
     def wait(self) -> None:

@@ -39,13 +39,7 @@ class Meter:
     _WARM_UP = 5  # number of first iterations that do not count for the MFU
 
     def __init__(
-        self,
-        memory: Memory,
-        dtype: str,
-        tokens_per_iter: int,
-        flops_per_token: float,
-        max_iters: int,
-        elapsed_s: float,
+        self, memory: Memory, dtype: str, tokens_per_iter: int, flops_per_token: float, max_iters: int, elapsed_s: float
     ) -> None:
         self.log, self.memory, self.device = memory.log, memory, memory.device
         self.tokens_per_iter = tokens_per_iter

@@ -35,9 +35,11 @@ class Logger:
     """
 
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
-        self._is_finished, self.file = False, None
+        self._is_finished = False
+        self.file: MetricsFile | None = None
         if out_dir is None or not is_rank_0():
             self.summary, self.run, self._tensorboard = Summary(config), WandbRun(config), TensorBoardRun(None, 0, config)
+            self._sinks: list[WandbRun | TensorBoardRun | MetricsFile] = [self.run, self._tensorboard]
             return
         self.summary = Summary(_all_facts(out_dir, config, resume_at))
         try:
@@ -57,6 +59,7 @@ class Logger:
                 pathlib.Path(out_dir, report.NAME).unlink(missing_ok=True)  # of the run that this one replaces
         except OSError as error:
             raise ValueError(f"cannot write to out_dir={out_dir}: {error}") from error
+        self._sinks = [self.run, self._tensorboard, self.file]
         _write_facts(out_dir, self.summary.facts)
 
     def log(self, event: dict[str, Any], line: str | None = None) -> None:
@@ -68,7 +71,7 @@ class Logger:
             return
         event = {"iter": max(0, position.iteration), **event}
         self.summary.add(event)
-        for sink in filter(None, (self.run, self._tensorboard, self.file)):
+        for sink in self._sinks:
             sink.log(event)
         if "val/loss" in event:
             self.run.summarize(self.summary.figures())

@@ -109,7 +109,7 @@ class Meter:
         assert ended.lap is not None
         figures, (phases, waited) = ended.figures.read(), ended.lap.read()
         seconds, sent_mb = phases["lap"] / 1000, {kind: n / ended.lap.iterations / 1e6 for kind, n in ended.lap.sent.items()}
-        if ended.count > self._WARM_UP:
+        if ended.iterations > self._WARM_UP:
             mfu = self.flops_per_iter / seconds / self.peak_flops * 100
             self._mfu = {"mfu": 0.9 * self._mfu.get("mfu", mfu) + 0.1 * mfu}
         self._waited_for |= waited.keys()
@@ -124,7 +124,7 @@ class Meter:
             "throughput/tokens_per_second": tokens_per_s,
             "throughput/tokens_per_second_per_rank": tokens_per_s / world_size,
             "throughput/tflops_per_rank": self.flops_per_iter / seconds / 1e12,
-            "throughput/eta_hours": (self.max_iters - ended.number) * self._own_s() / ended.count / 3600,
+            "throughput/eta_hours": (self.max_iters - ended.number) * self._own_s() / ended.iterations / 3600,
             "time/elapsed_s": self.elapsed_s(),
             "time/step_ms": seconds * 1000,
             "time/data_ms": phases["data"],
@@ -225,5 +225,5 @@ class Iteration(NamedTuple):
     tokens: int  # that all ranks together have seen
     lap: Lap | None = None  # since the last one that was logged; None: it is not logged
     over_ranks: dict[str, float] = {}  # metrics that compare the ranks, if it is measured
-    count: int = 0  # of iterations since construction
+    iterations: int = 0  # number of iterations since construction
     peak: int = 0  # bytes

@@ -129,7 +129,8 @@ class TensorBoardRun:
     Raises ValueError if tensorboard, which is optional, is not installed, OSError if the folder cannot be created.
     """
 
-    name, sink = "TensorBoard", None
+    name = "TensorBoard"
+    sink: Any = None  # a SummaryWriter
 
     def __init__(self, out_dir: str | None, resume_at: int, config: dict[str, Any]) -> None:
         if out_dir is None or config.get("log_to") != "tensorboard":
@@ -138,7 +139,7 @@ class TensorBoardRun:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(f"log_to=tensorboard needs tensorboard ({error}); pip install tensorboard") from error
-        self.sink: Any = SummaryWriter(os.path.join(out_dir, TENSORBOARD), purge_step=resume_at, flush_secs=5)
+        self.sink = SummaryWriter(os.path.join(out_dir, TENSORBOARD), purge_step=resume_at, flush_secs=5)
         text = json.dumps(config, indent=1).replace("\n", "\n    ")  # four spaces: code in markdown
         self.sink.add_text("run.json", f"    {text}", resume_at)
         print0(f"TensorBoard: tensorboard --logdir={out_dir}")
@@ -174,9 +175,9 @@ class WandbRun:
     """
 
     name = "wandb"
+    sink: Any = None  # wandb's run
 
     def __init__(self, config: dict[str, Any], run_id: str | None = None) -> None:
-        self.sink: Any = None  # wandb's run
         self.id: str | None = None  # of the run
         # it continues in a new folder on the disk, which needs the earlier rows, too: `wandb sync` stops at a killed process's
         self.lacks_history = False

@@ -21,17 +21,13 @@ class Logger:
     """Writes events to the console and three sinks, `metrics.jsonl`, wandb and TensorBoard, on rank 0; on others, nothing.
 
     Args:
-        out_dir: folder of `metrics.jsonl` and `run.json`, created if it is missing. `metrics.jsonl` has one JSON object per
-            event, with the same keys as in wandb. A number that is not finite becomes null, because JSON has no such number.
-            None: no files, and a new wandb run.
-        resume_at: continue the existing file as it was at the start of this iteration, see `MetricsFile`. None: start a
-            new file.
-        config: settings of the run and facts about it. `run.json` and wandb get all of them. `wandb_...` choose the wandb run,
+        out_dir: folder of `metrics.jsonl` and `run.json`, created if it is missing. None: no files, and a new wandb run.
+        resume_at: continue the existing file as it was at the start of this iteration, see `MetricsFile`. None: a new file.
+        config: settings of the run and facts about it, all of which `run.json` and wandb get. `wandb_...` choose the wandb run,
             `log_to` TensorBoard. `eval_interval` says whether a resumed run repeats the evaluation at `resume_at`.
         run_id: ID of the wandb run to continue, or None.
 
-    Raises:
-        ValueError: if the folder cannot be created or written to, wandb is not configured correctly, or tensorboard is missing.
+    Raises ValueError if the folder cannot be written to, the settings of wandb are wrong, or tensorboard is missing.
     """
 
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:

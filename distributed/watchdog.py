@@ -116,13 +116,12 @@ class Watchdog:
         if now - self._answered_at > long_s:
             is_busy = own.is_patient and not own.collective
             return None if is_busy else f"{waits}; the store of the ranks does not answer"
-        posts = [Post(*json.loads(text)) for text, _ in self._posts]
-        is_new = [new_at > now - long_s for _, new_at in self._posts]
-        if lost := [f"{other}, last seen at {post.place}" for other, post in enumerate(posts) if not is_new[other]]:
+        posts = [(other, Post(*json.loads(text)), new_at) for other, (text, new_at) in enumerate(self._posts)]
+        if lost := [f"{other}, last seen at {post.place}" for other, post, new_at in posts if new_at < now - long_s]:
             return f"{waits}; no sign of life from rank {'; nor from rank '.join(lost)}"
-        if not posts or any(post.is_patient or post.still_s < long_s for post in posts):
+        if not posts or any(post.is_patient or post.still_s < long_s for _, post, _ in posts):
             return None
-        others = [(other, post) for other, post in enumerate(posts) if other != rank]
+        others = [(other, post) for other, post, _ in posts if other != rank]
         busy = [f"rank {other} is at {post.place}" for other, post in others if not post.collective]
         waiting = [f"rank {other} waits for {post.collective} at {post.place}" for other, post in others]
         return "; ".join([waits, *(busy or waiting)])

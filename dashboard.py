@@ -27,7 +27,8 @@ from charts.series import Points, Run
 from charts.style import save
 from distributed.exits import exit_on_wrong_input
 from run import lock
-from run.logger import FACTS, METRICS, event_of
+from run.logger import FACTS
+from run.sinks import METRICS_FILE, event_of
 from zero.checkpoint.files import atomic_write
 
 
@@ -38,7 +39,7 @@ def read_metrics(out_dir: str) -> dict[str, Points]:
         ValueError: if the folder has no metrics.jsonl, or if the file cannot be read.
     """
     curves: dict[str, list[tuple[int, float]]] = {}
-    path = os.path.join(out_dir, METRICS)
+    path = os.path.join(out_dir, METRICS_FILE)
     try:
         with open(path, "rb") as file:
             for line in file:

@@ -18,7 +18,6 @@ and continues. Exit code 0: done; 2: wrong input, in one line; 1: any other erro
 """
 
 import math
-import time
 from contextlib import nullcontext
 from typing import Literal
 
@@ -202,9 +201,8 @@ def estimate_loss():
 def evaluate(lr):
     """Log the losses, after which `run.must_save` and `run.must_stop` may be true. Needs to be called on all ranks."""
     with run.untimed("evaluation"):
-        begin = time.perf_counter()
         losses = estimate_loss()
-        run.after_evaluation(losses, lr, time.perf_counter() - begin)
+        run.after_evaluation(losses, lr)
 
 
 def get_lr(iteration):
@@ -257,6 +255,7 @@ while True:
         loss_sum += loss.detach()
         with run.phase("data"):
             x, y = get_batch("train", next(batches))  # prefetch the next batch while the device computes
+        run.read_figures()  # of the iteration before, while the device computes this one
         with run.phase("backward"):
             scaler.scale(loss / micro_steps).backward()
     with run.phase("clip"):

@@ -15,11 +15,18 @@ from zero.host_comm import LONG_TIMEOUT, gather_objects
 
 
 def finish(exit_code: int = 0) -> NoReturn:
-    """Wait for all ranks, then end this process. Needs to be called on all ranks."""
-    if dist.is_initialized():
-        # rank 0 may take long to end the wandb run
+    """Wait for all ranks, then end this process. Needs to be called on all ranks.
+
+    With other ranks, it skips Python's shutdown, which the threads of gloo can abort
+    (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    if dist.is_initialized():  # rank 0 may take long to end the wandb run, and torchrun kills the others when one has ended
         dist.barrier(dist.new_group(backend="gloo", timeout=LONG_TIMEOUT))
-    _exit(exit_code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_initialized():
+        os._exit(exit_code)
+    sys.exit(exit_code)
 
 
 @contextmanager
@@ -33,35 +40,19 @@ def exit_on_wrong_input() -> Iterator[None]:
         yield
     except (ValueError, OSError, ImportError) as error:
         message = str(error)
-    message = next(filter(None, gather_objects(message)), None)
-    if message is None:
-        return
-    if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():
-        _print_error(message)
-    if dist.is_initialized():
-        dist.barrier()  # torchrun kills the others when one of its ranks has ended
-    _exit(2)
+    if message := next(filter(None, gather_objects(message)), None):
+        if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():
+            print_error(message, is_root_cause=True)
+        finish(2)
 
 
-def _exit(code: int) -> NoReturn:
-    """End this process. With other ranks, skip Python's shutdown.
-
-    The threads of gloo can abort the shutdown (https://github.com/pytorch/pytorch/pull/179291).
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if dist.is_initialized():
-        os._exit(code)
-    sys.exit(code)
-
-
-def _print_error(message: str) -> None:
-    """Print one line on stderr, and write it to the file from which torchrun takes the root cause for its report."""
+def print_error(message: str, is_root_cause: bool = False) -> None:
+    """Print one line on stderr. A root cause also goes to the file from which torchrun takes it for its report."""
     line = f"error: {' '.join(message.split())}"
     sys.stdout.flush()
     sys.stderr.write(f"{line}\n")  # one write: the lines of two ranks do not mix
     sys.stderr.flush()
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if is_root_cause and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         # The root cause is the first failure, in whole seconds. Ranks without a file fail when torchrun finds that they have
         # ended. The keys are those of torch.distributed.elastic.multiprocessing.errors.
         details = {"py_callstack": line, "timestamp": str(int(time.time()) - 1)}

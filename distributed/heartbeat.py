@@ -1,5 +1,6 @@
 """The position of this process in a run: the training code sets it, the watchdog and the log read it."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,7 @@ class Position:
         self.iteration = -1  # -1: the training has not begun
         self.doing = ""  # for example "backward"
         self.is_patient = False  # it may take longer than the timeout, for example on a slow disk
-        self.moves = 0  # grows with every mark
+        self.moved_at = time.monotonic()  # seconds: when the main thread has last made progress
 
     def begin_iteration(self, iteration: int) -> None:
         """Mark that an iteration begins."""
@@ -20,7 +21,7 @@ class Position:
 
     def move(self) -> None:
         """Mark that the main thread has made progress."""
-        self.moves += 1
+        self.moved_at = time.monotonic()
 
     @contextmanager
     def at(self, doing: str, patient: bool = False) -> Iterator[None]:

@@ -20,8 +20,7 @@ def launched() -> Launch:
     Without RANK, the run is a single process. In that case the other variables are ignored, because a cluster or a container
     may set WORLD_SIZE and others.
 
-    Raises:
-        ValueError: if RANK is set without the other variables.
+    Raises ValueError if RANK is set without the other variables.
     """
     if "RANK" not in os.environ:
         return Launch()

@@ -6,6 +6,7 @@ import re
 import subprocess
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,18 +78,9 @@ NCCL_ALL_TO_ALL_GB = 3.9
 
 
 def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str, str]:
-    """Replace 'auto' and check the device and the dtypes.
+    """Return the device ('cpu', 'cuda', 'cuda:1', 'mps') and the dtype of the computation, with 'auto' replaced.
 
-    Args:
-        device: 'auto', 'cpu', 'cuda', 'cuda:1', 'mps'.
-        dtype: dtype of the computation, or 'auto'.
-        param_dtype: dtype of the weights. If it is less precise than float32, the computation must use the same dtype.
-
-    Returns:
-        The device and the dtype of the computation.
-
-    Raises:
-        ValueError: if this machine has no such device, or the two dtypes do not fit together.
+    Raises ValueError if this machine has no such device, or as `resolve_dtype`.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,14 +96,11 @@ def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str,
 
 
 def resolve_dtype(dtype: str, param_dtype: str, best: str) -> str:
-    """Return the dtype of the computation.
+    """Return the dtype of the computation. Weights that are less precise than float32 need a computation in their dtype.
 
-    Args:
-        dtype, param_dtype: see `resolve`.
-        best: what 'auto' stands for if the weights are float32. 'float16': the GPU has no bfloat16.
+    `best` is what 'auto' stands for if the weights are float32. 'float16': the GPU has no bfloat16.
 
-    Raises:
-        ValueError: if the two dtypes do not fit together, or the GPU lacks that of the weights.
+    Raises ValueError if the two dtypes do not fit together, or the GPU lacks that of the weights.
     """
     weights = weight_dtype(param_dtype)
     if best == "float16" and weights != "float32":
@@ -135,18 +124,16 @@ def device_name(device: torch.device) -> str:
     """Return the product name of the GPU, or of the processor if the system reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
-        return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    return platform.processor() or platform.machine()
+    names = re.search(r"^model name\s*: (.*)", _cpuinfo(), re.MULTILINE)
+    return names[1] if names else platform.processor() or platform.machine()
 
 
 def is_slow_on_cpu(device: torch.device, dtype: str) -> bool:
     """Return whether the device is a CPU that is known to lack instructions for `dtype`; autocast is slow without them."""
     flags = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
-    if device.type != "cpu" or dtype == "float32" or not os.path.exists("/proc/cpuinfo"):
+    if device.type != "cpu" or dtype == "float32" or not (known := _cpuinfo().split()):
         return False
-    with open("/proc/cpuinfo") as file:
-        return flags[dtype].isdisjoint(file.read().split())
+    return flags[dtype].isdisjoint(known)
 
 
 def multiplies_in_float32(transposed: bool) -> bool:
@@ -157,6 +144,14 @@ def multiplies_in_float32(transposed: bool) -> bool:
     """
     level = torch.backends.cpu.get_cpu_capability()
     return is_slow_on_cpu(torch.device("cpu"), "bfloat16") and (level == "AVX512" or (transposed and level == "AVX2"))
+
+
+@cache
+def _cpuinfo() -> str:
+    """Return what Linux says of the processors; elsewhere ''."""
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        return file.read()
+    return ""
 
 
 def divide_threads(local_world_size: int) -> None:
@@ -191,28 +186,32 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         return found.tflops * 1e12
     size = 8192 if device.type == "cuda" else 512
     a = torch.ones(size, size, device=device, dtype=dtype)
-    fastest = float("inf")  # seconds
-    begin = time.perf_counter()
-    while time.perf_counter() < begin + 0.2:
+    seconds, end = [], time.perf_counter() + 0.2
+    while time.perf_counter() < end:
         start = time.perf_counter()
         a @ a
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        fastest = min(fastest, time.perf_counter() - start)
-    return 2 * size**3 / fastest
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Return facts about this run: device, backend, names of the devices, one per rank, versions, and on rank 0 the commit.
 
-    Needs to be called on all ranks.
+    Needs to be called on all ranks. The commit has "-dirty" if files have changed since; without a git checkout, it is None.
     """
+    commit, folder = None, os.path.dirname(os.path.abspath(__file__))
+    if is_rank_0():
+        command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        with suppress(OSError, subprocess.SubprocessError):
+            commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     return {
         "device": device.type,
         "backend": dist.get_backend() if dist.is_initialized() else None,
         "devices": gather_objects(device_name(device)),
         "versions": {**versions(), "python": platform.python_version()},
-        "git_commit": _git_commit() if is_rank_0() else None,
+        "git_commit": commit,
     }
 
 
@@ -224,12 +223,3 @@ def versions() -> dict[str, str | None]:
         "numpy": np.__version__,
         "cuda": torch.version.cuda,
     }
-
-
-def _git_commit() -> str | None:
-    """Return the commit of this code, with "-dirty" if files have changed since, or None if it is not a git checkout."""
-    folder = os.path.dirname(os.path.abspath(__file__))
-    command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    return None

@@ -30,17 +30,11 @@ _BACKSTOP_S = 60.0  # collectives time out later than the watchdog, whose messag
 def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float = 600.0) -> torch.device:
     """Choose the device of this rank and the backend of the process group. Needs to be called on all ranks, after `connect`.
 
-    Args:
-        launch: what `launched` returned.
-        device: what `machine.resolve` returned. On CPUs, each rank gets its share of the cores of the machine.
-        backend: 'nccl', 'gloo' or 'auto'; 'auto' is NCCL if every rank has its own GPU, otherwise gloo.
-        timeout_s: see `watchdog.Watchdog`. Collectives have a minute more, including those before the watchdog starts.
+    `device` is what `machine.resolve` returned. For 'cuda', a rank gets the GPU number `local_rank`, modulo the number of GPUs
+    that it sees; on CPUs, its share of the cores. The backend 'auto' is NCCL if every rank has its own GPU, otherwise gloo.
+    Collectives, also those before the watchdog starts, time out a minute after its `timeout_s`.
 
-    Returns:
-        The device of this rank. For 'cuda' it is the GPU number `local_rank`, modulo the number of visible GPUs.
-
-    Raises:
-        ValueError: if no backend, or not this one, supports the device.
+    Raises ValueError if no backend, or not this one, supports the device.
     """
     if not launch.distributed:
         if device.startswith("cuda:"):
@@ -49,24 +43,22 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
     if device.startswith("mps"):
         raise ValueError(f"device={device} works without torchrun only, because gloo cannot send from it; or use --device=cpu")
     check_backend(backend, device)
-    if device.startswith("cuda"):
+    is_on_gpu, timeout = device.startswith("cuda"), datetime.timedelta(seconds=timeout_s + _BACKSTOP_S)
+    if is_on_gpu:
         device = f"cuda:{launch.local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    elif device == "cpu":
+    else:
         machine.divide_threads(launch.local_world_size)
-    timeout = datetime.timedelta(seconds=timeout_s + _BACKSTOP_S)
-    if backend == "gloo" or (backend == "auto" and not (device.startswith("cuda") and _has_each_rank_a_gpu(device))):
+    if backend == "gloo" or not is_on_gpu or (backend == "auto" and not _has_each_rank_a_gpu(device)):
         (getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout)  # its name before torch 2.14
         return torch.device(device)
     # hybrid sharding has three communicators in flight: NCCL (2.26) keeps their order, which excludes deadlocks
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    store = distributed_c10d._get_default_store()
+    store = dist.PrefixStore("nccl", distributed_c10d._get_default_store())
     dist.destroy_process_group()
-    store, own_device = dist.PrefixStore("nccl", store), torch.device(device)
-    dist.init_process_group(
-        "nccl", store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout, device_id=own_device
-    )
-    return own_device
+    how: dict[str, Any] = {"store": store, "rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
+    dist.init_process_group("nccl", device_id=torch.device(device), **how)
+    return torch.device(device)
 
 
 def check_backend(backend: str, device: str) -> None:
@@ -85,8 +77,7 @@ def print0(*values: Any) -> None:
 def on_rank_0(function: Callable[[], Any]) -> Any:
     """Call a function on rank 0 only and return its result on all ranks. Needs to be called on all ranks.
 
-    Raises:
-        ValueError, OSError: on all ranks, if the function raised it on rank 0.
+    Raises ValueError, OSError on all ranks, if the function raised it on rank 0.
     """
     result = error = None
     if is_rank_0():
@@ -123,6 +114,7 @@ def _has_each_rank_a_gpu(device: str) -> bool:
     with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:  # hosts may have the same name
         host += file.read()
     gpus = gather_objects((host, card.pci_domain_id, card.pci_bus_id, card.pci_device_id))
-    if len(set(gpus)) < len(gpus):
+    has = len(set(gpus)) == len(gpus)
+    if not has:
         print0("note: ranks share a GPU, which NCCL refuses: they communicate with gloo, which is slower")
-    return len(set(gpus)) == len(gpus)
+    return has

@@ -5,6 +5,7 @@ import ctypes
 import datetime
 import hashlib
 import ipaddress
+import json
 import os
 import resource
 import signal
@@ -15,6 +16,7 @@ import uuid
 
 import torch.distributed as dist
 
+from distributed.exits import print_error
 from distributed.launch import Launch
 
 _MEETING_S = 600.0  # seconds within which all ranks must start
@@ -35,69 +37,61 @@ def connect(launch: Launch) -> None:
     timeout = datetime.timedelta(seconds=_MEETING_S)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store.delete_key("exception_dump")  # from before a restart: NCCL ends a rank that finds it, and ignores parts of a store
-    store = without_old_keys(store, rank, world_size)
-    choose_interface(store, rank, world_size, is_one_machine)
+    own = _own_address(os.environ["MASTER_ADDR"])
+    store, addresses = meet(store, rank, world_size, own)
+    # gloo would take the address of the machine's name: on many machines 127.0.1.1, which no other machine can reach
+    if is_one_machine and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    elif not is_one_machine and "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface(own, addresses)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name  # NCCL chooses for itself
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def without_old_keys(store: dist.Store, rank: int, world_size: int, timeout_s: float = _MEETING_S) -> dist.Store:
-    """Return a part of the store without keys from before a restart. Needs to be called on all ranks.
+def meet(
+    store: dist.Store, rank: int, world_size: int, address: str, timeout_s: float = _MEETING_S
+) -> tuple[dist.Store, list[str]]:
+    """Return a part of the store without keys from before a restart, and the addresses of all ranks. Call it on all ranks.
 
     torchrun may keep its store when it restarts the ranks, and they would connect to addresses of ranks that have ended
-    (https://github.com/pytorch/pytorch/issues/135712). So the part is named by an ID of every process of this start. A rank may
-    read the old ID of another rank at first. It has the right IDs when all ranks have the same: the others know its new ID.
+    (https://github.com/pytorch/pytorch/issues/135712). So each process posts an ID of its own, and a checksum of the IDs that
+    it sees. When all ranks see the same, no ID is from before: only a process of this start has seen the new ones.
 
-    Raises:
-        RuntimeError: if not all ranks call this function within `timeout_s`, or if another process has taken this rank.
+    Raises RuntimeError if not all ranks call this function within `timeout_s`.
     """
-    ids, names = ([f"{key} of rank {number}" for number in range(world_size)] for key in ("id", "name"))
-    own = uuid.uuid4().hex
-    store.set(ids[rank], own)
-    end = time.monotonic() + timeout_s
+    keys = [f"start of rank {number}" for number in range(world_size)]
+    own, seen, end = uuid.uuid4().hex, "", time.monotonic() + timeout_s
     while time.monotonic() < end:
-        if late := [number for number in range(world_size) if not store.check([ids[number]])]:
-            time.sleep(0.1)
-            continue
-        found = store.multi_get(ids)
-        if found[rank].decode() != own:
-            raise RuntimeError(f"another process is rank {rank} now; this one is left from an earlier start")
-        name = hashlib.sha256(b"".join(found)).hexdigest()
-        store.set(names[rank], name)
-        if {text.decode() for text in store.multi_get(names)} == {name}:
-            return dist.PrefixStore(name, store)
-        late = list(range(world_size))
-        time.sleep(0.1)
-    missing = f"rank {late[0]}" if len(late) == 1 else f"{len(late)} of {world_size} ranks"
-    raise RuntimeError(f"{missing} did not start within {timeout_s:.0f} s")
+        store.set(keys[rank], json.dumps([own, address, seen]))
+        if store.check(keys):
+            posts = [json.loads(post) for post in store.multi_get(keys)]
+            if seen and all(view == seen for _, _, view in posts):
+                return dist.PrefixStore(seen, store), [found for _, found, _ in posts]
+            seen = hashlib.sha256("".join(number for number, _, _ in posts).encode()).hexdigest()
+        time.sleep(0.05)
+    missing = [str(number) for number in range(world_size) if not store.check([keys[number]])]
+    late = f"rank {', '.join(missing)}" if missing else "a rank of the start before"
+    raise RuntimeError(f"{late} did not start within {timeout_s:.0f} s")
 
 
-def choose_interface(store: dist.Store, rank: int, world_size: int, is_one_machine: bool) -> None:
-    """Set GLOO_SOCKET_IFNAME to the interface that reaches the other ranks, unless the user has set it.
+def interface(own: str, addresses: list[str]) -> str | None:
+    """Return the name of the interface that reaches the other machines; None if it is not found.
 
-    Gloo would take the address of this machine's name. On many machines this is 127.0.1.1, which no other machine can reach.
-    Ranks of one machine use loopback. Several machines each use the interface that reaches MASTER_ADDR. On the machine that
-    has this address, the name may resolve to loopback. Then it uses the interface that reaches another machine. If none
-    is found, the variable stays unset. NCCL chooses for itself. Needs to be called on all ranks.
+    This is the one with `own`, the address from which this machine reaches MASTER_ADDR. On the machine that has MASTER_ADDR,
+    the name may mean loopback: then it is the interface that reaches another machine. `addresses` are those of all ranks.
+
+    Raises ImportError without psutil.
     """
-    if is_one_machine:
-        if sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return
-    address = _own_address(os.environ["MASTER_ADDR"])
-    store.set(f"address of rank {rank}", address)
-    addresses = [found.decode() for found in store.multi_get([f"address of rank {r}" for r in range(world_size)])]
     outside = [found for found in addresses if found and not ipaddress.ip_address(found).is_loopback]
-    if address not in outside and outside:
-        address = _own_address(outside[0])
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
+    if own not in outside and outside:
+        own = _own_address(outside[0])
     try:
         import psutil
     except ImportError as error:
         raise ImportError(f"several machines need psutil ({error}); pip install psutil") from error
     for name, found in psutil.net_if_addrs().items():
-        if address in [each.address.partition("%")[0] for each in found]:  # of IPv6 without its zone
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+        if own in [each.address.partition("%")[0] for each in found]:  # of IPv6 without its zone
+            return name
+    return None
 
 
 def _own_address(peer: str) -> str:
@@ -123,7 +117,7 @@ def _end_with_torchrun() -> None:
     with open("/proc/1/cmdline", "rb") as file:  # unlike /proc/1/exe, everybody may read it
         first = file.read().partition(b"\0")[0]
     if os.getppid() == 1 and b"python" not in os.path.basename(first):
-        sys.stderr.write("error: torchrun has ended\n")
+        print_error("torchrun has ended")
         os._exit(1)
 
 

@@ -24,6 +24,13 @@ class Action(enum.IntEnum):
     FAIL = 3  # stop without saving
 
 
+_ACTIONS: dict[int, Action] = {
+    signal.SIGTERM: Action.SAVE_AND_STOP,
+    signal.SIGINT: Action.SAVE_AND_STOP,
+    signal.SIGUSR1: Action.SAVE,
+}
+
+
 class Signals:
     """Turns a signal to any rank into an action of all ranks. Needs to be created on all ranks, in the main thread.
 
@@ -34,22 +41,17 @@ class Signals:
     def __init__(self) -> None:
         self._action = Action.CONTINUE
         self._lock = threading.Lock()
-        self._interrupted: float | None = None  # time of the first SIGINT, in seconds
         # always gloo, because `agree` must not wait for a GPU
         self._group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT) if dist.is_initialized() else None
         self._inbox, outbox = os.pipe()
         os.set_blocking(outbox, False)
         signal.set_wakeup_fd(outbox)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in _ACTIONS:
             signal.signal(number, lambda *_: None)  # replaces the default action; the signal number goes to the inbox
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def agree(self, action: Action = Action.CONTINUE) -> Action:
-        """Return the largest action that any rank or a signal to any rank requests. Needs to be called on all ranks.
-
-        Args:
-            action: action that this rank requests.
-        """
+        """Return the largest of `action` of every rank and the signals to every rank. Needs to be called on all ranks."""
         with self._lock:
             decision, self._action = torch.tensor(int(max(action, self._action))), Action.CONTINUE
         if self._group is not None:
@@ -57,24 +59,20 @@ class Signals:
         return Action(int(decision.item()))
 
     def _listen(self) -> None:
+        interrupted = None  # time of the first SIGINT, in seconds
         while True:
             for number in os.read(self._inbox, 64):
-                self._take(number)
-
-    def _take(self, number: int) -> None:
-        if number == signal.SIGINT:
-            now = time.monotonic()
-            if self._interrupted is None:
-                self._interrupted = now
-            elif now - self._interrupted > _SAME_KEYSTROKE_S:
-                if os.isatty(1):
-                    os.write(1, b"\n")  # the terminal's last line may show the progress
-                os._exit(128 + signal.SIGINT)
-        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            action = Action.SAVE if number == signal.SIGUSR1 else Action.SAVE_AND_STOP
-            with self._lock:
-                is_new, self._action = action > self._action, max(action, self._action)
-            if is_new:
-                what = "saving" if action == Action.SAVE else "saving and stopping"
-                with tqdm.external_write_mode():  # above the progress
-                    print(f"{signal.Signals(number).name}: {what} at the next step boundary", flush=True)
+                if number == signal.SIGINT:
+                    now = time.monotonic()
+                    if interrupted is not None and now - interrupted > _SAME_KEYSTROKE_S:
+                        if os.isatty(1):
+                            os.write(1, b"\n")  # the terminal's last line may show the progress
+                        os._exit(128 + signal.SIGINT)
+                    interrupted = interrupted or now
+                action = _ACTIONS.get(number, Action.CONTINUE)
+                with self._lock:
+                    is_new, self._action = action > self._action, max(action, self._action)
+                if is_new:
+                    what = "saving" if action == Action.SAVE else "saving and stopping"
+                    with tqdm.external_write_mode():  # above the progress
+                        print(f"{signal.Signals(number).name}: {what} at the next step boundary", flush=True)

@@ -16,23 +16,33 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from distributed.exits import print_error
 from distributed.heartbeat import position
 from zero.collectives import Communicator
 from zero.stopwatch import awaited_collective
 
-_BEAT_S = 1.0  # seconds between two heartbeats (signs of life) of a rank
+_BEAT_S = 1.0  # seconds between two posts of a rank
 _GRACE_S = 1.0  # torchrun ends all ranks when the first one ends: until then the others can print their lines, too
 _STORE_TIMEOUT_S = 5.0  # the shortest; a store that takes longer to answer counts as lost
+
+
+class Post(NamedTuple):
+    """What a rank posts every second. Two posts differ, so a new one is a sign of life."""
+
+    still_s: float  # how long its main thread has not moved
+    is_patient: bool
+    place: str
+    collective: str  # what it waits for, or ""
 
 
 class Watchdog:
     """Ends this rank if no rank has moved for `timeout_s`, or if this rank waits and another one shows no sign of life.
 
     Needs to be created on all ranks, in the main thread. A thread posts the position of the main thread to the store of the
-    process group every second, which also serves as a heartbeat. When the main thread has not moved for half of the timeout,
-    it reads the posts of all ranks. While a rank does something that may take long, for example a save, and before the
-    first iteration, only a rank that shows no sign of life ends the others. A second thread decides, because a call of the
-    store may never return when the host of the store is lost. The exit code is 1.
+    process group every second. When the main thread has not moved for half of the timeout, it reads the posts of all ranks.
+    While a rank does something that may take long, for example a save, and before the first iteration, only a rank that shows
+    no sign of life ends the others. A second thread decides, because a call of the store may never return when the host of the
+    store is lost. The exit code is 1.
 
     A collective that raises, because another rank has ended, gets a line about the position below its traceback.
 
@@ -50,10 +60,9 @@ class Watchdog:
         self._store.set_timeout(timedelta(seconds=max(_STORE_TIMEOUT_S, timeout_s / 4)))
         self._main_thread, self._awaited = threading.get_ident(), ""  # what `awaited_collective` has last returned
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-        self._beats, self._moves, self._moved_at = 0, -1, time.monotonic()
-        self._peers: list[_Peer] = []  # by rank, while this rank does not move
-        self._posts: list[_Post] = []  # the last ones that were read, by rank
-        self._must_read, self._answered_at = False, time.monotonic()
+        # by rank, while this one does not move: the last post, and when (in seconds) it was new
+        self._posts: list[tuple[bytes, float]] = []
+        self._answered_at = time.monotonic()
         self._post()
         dist.barrier()  # now every rank has posted
         self._show_traceback, sys.excepthook = sys.excepthook, self._explain
@@ -71,99 +80,61 @@ class Watchdog:
     def _watch(self) -> None:
         while True:
             self._pause()
-            if message := self._reason_to_end(time.monotonic()):
-                self._end(message)
+            if message := self._reason_to_end():
+                print_error(message)
+                time.sleep(_GRACE_S)
+                os._exit(1)
 
     def _pause(self) -> None:
         time.sleep(min(_BEAT_S, self._timeout_s / 10))
 
     def _post(self) -> None:
-        """Post a heartbeat, and read those of the other ranks if this rank does not move."""
-        self._beats += 1
-        self._store.set(self._keys[self._rank], json.dumps(self._own()))
-        if self._must_read:
-            self._posts = [_Post(*json.loads(post)) for post in self._store.multi_get(self._keys)]
+        """Post where this rank is, and read the posts of all ranks if it does not move."""
+        own = self._own()
+        self._store.set(self._keys[self._rank], json.dumps(own))
+        if own.still_s < self._timeout_s / 2:
+            self._posts = []
+        else:
+            found, now = self._store.multi_get(self._keys), time.monotonic()
+            before = self._posts or [(b"", now)] * len(found)
+            self._posts = [old if text == old[0] else (text, now) for text, old in zip(found, before, strict=True)]
         self._answered_at = time.monotonic()
 
-    def _own(self) -> "_Post":
+    def _own(self) -> Post:
         is_patient = position.is_patient or position.iteration < 0
-        return _Post(self._beats, position.moves, is_patient, str(position), self._collective())
+        return Post(time.monotonic() - position.moved_at, is_patient, str(position), self._collective())
 
-    def _reason_to_end(self, now: float) -> str | None:
-        """Return the reason to end this rank, or None."""
-        own = self._own()
-        if own.moves != self._moves:
-            self._moves, self._moved_at, self._peers, self._posts = own.moves, now, [], []
-        still_s = now - self._moved_at
-        self._must_read = still_s > self._timeout_s / 2
-        if self._posts:
-            self._note_signs_of_life(self._posts, now)
-        if still_s < self._timeout_s:
+    def _reason_to_end(self) -> str | None:
+        """Return the reason to end this rank, or None: a rank is lost, or all ranks stand still."""
+        own, rank, now = self._own(), self._rank, time.monotonic()
+        if own.still_s < self._timeout_s:
             return None
-        if now - self._answered_at > self._timeout_s / 2:
-            is_busy = own.is_patient and not own.collective
-            return None if is_busy else f"{self._waits(own, still_s)}; the store of the ranks does not answer"
-        return self._describe_hang(self._waits(own, still_s), now) if self._peers else None
-
-    def _note_signs_of_life(self, posts: list["_Post"], now: float) -> None:
-        """Note which ranks have shown a sign of life or have moved since the last call."""
-        if not self._peers:
-            self._peers = [_Peer(post, now, now) for post in posts]
-        for rank, (post, peer) in enumerate(zip(posts, self._peers, strict=True)):
-            alive_at = now if post.beats != peer.post.beats else peer.alive_at
-            self._peers[rank] = _Peer(post, alive_at, now if post.moves != peer.post.moves else peer.moved_at)
-
-    def _describe_hang(self, waits: str, now: float) -> str | None:
-        """Return the message if a rank is lost or all ranks stand still, otherwise None."""
-        silent = now - self._timeout_s / 2
-        lost = [f"{rank}, last seen at {peer.post.place}" for rank, peer in enumerate(self._peers) if peer.alive_at < silent]
-        if lost:
-            return f"{waits}; no sign of life from rank {'; nor from rank '.join(lost)}"
-        if any(peer.post.is_patient or peer.moved_at > silent for peer in self._peers):
-            return None
-        others = [(rank, peer.post) for rank, peer in enumerate(self._peers) if rank != self._rank]
-        busy = [f"rank {rank} is at {post.place}" for rank, post in others if not post.collective]
-        waiting = [f"rank {rank} waits for {post.collective} at {post.place}" for rank, post in others]
-        return "; ".join([waits, *(busy or waiting)])
-
-    def _waits(self, own: "_Post", still_s: float) -> str:
+        waits = f"rank {rank} has been at {own.place} for {own.still_s:.0f} s"
         if own.collective:
-            return f"rank {self._rank} has waited {still_s:.0f} s for {own.collective} at {own.place}"
-        return f"rank {self._rank} has been at {own.place} for {still_s:.0f} s"
+            waits = f"rank {rank} has waited {own.still_s:.0f} s for {own.collective} at {own.place}"
+        long_s = self._timeout_s / 2
+        if now - self._answered_at > long_s:
+            is_busy = own.is_patient and not own.collective
+            return None if is_busy else f"{waits}; the store of the ranks does not answer"
+        posts = [(other, Post(*json.loads(text)), new_at) for other, (text, new_at) in enumerate(self._posts)]
+        if lost := [f"{other}, last seen at {post.place}" for other, post, new_at in posts if new_at < now - long_s]:
+            return f"{waits}; no sign of life from rank {'; nor from rank '.join(lost)}"
+        if not posts or any(post.is_patient or post.still_s < long_s for _, post, _ in posts):
+            return None
+        others = [(other, post) for other, post, _ in posts if other != rank]
+        busy = [f"rank {other} is at {post.place}" for other, post in others if not post.collective]
+        waiting = [f"rank {other} waits for {post.collective} at {post.place}" for other, post in others]
+        return "; ".join([waits, *(busy or waiting)])
 
     def _collective(self) -> str:
         frame = sys._current_frames().get(self._main_thread)
         return _collective(frame for frame, _ in traceback.walk_stack(frame)) or (self._awaited and f"the {self._awaited}")
 
-    def _end(self, message: str) -> None:
-        sys.stderr.write(f"error: {message}\n")  # one write: the lines of two ranks do not mix
-        sys.stderr.flush()
-        time.sleep(_GRACE_S)
-        os._exit(1)
-
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print the traceback and, if a collective has raised, a line about the position."""
         self._show_traceback(kind, error, trace)
         if collective := _collective(frame for frame, _ in reversed(list(traceback.walk_tb(trace)))):
-            sys.stderr.write(f"error: rank {self._rank} lost {collective} at {position}: {' '.join(str(error).split())}\n")
-
-
-class _Post(NamedTuple):
-    """What a rank posts every second."""
-
-    beats: int
-    moves: int
-    is_patient: bool
-    place: str
-    collective: str  # what it waits for, or ""
-
-
-class _Peer(NamedTuple):
-    """The last post of a rank, and when (in seconds) its `beats` and its `moves` have last changed."""
-
-    post: _Post
-    alive_at: float
-    moved_at: float
+            print_error(f"rank {self._rank} lost {collective} at {position}: {error}")
 
 
 def _collective(frames: Iterable[FrameType]) -> str:

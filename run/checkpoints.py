@@ -65,8 +65,7 @@ def find_newest(folder: str) -> str:
 def load_newest(folder: str) -> dict[str, Any]:
     """Return the checkpoint that `find_newest` finds. Needs to be called on all ranks.
 
-    Raises:
-        ValueError: on all ranks, if there is none, or a rank cannot read it.
+    Raises ValueError on all ranks, if there is none, or a rank cannot read it.
     """
     return ckpt.load_on_all_ranks(find_newest(folder))
 
@@ -80,8 +79,9 @@ class Checkpoints:
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self._settings, self.folder = settings, settings["out_dir"]
-        self.always, self.read_only = settings["always_save_checkpoint"], settings["eval_only"]
+        self.folder, self.always, self.read_only = (settings[key] for key in ("out_dir", "always_save_checkpoint", "eval_only"))
+        self._keep, self._in_background = settings["keep_checkpoints"], settings["async_save"]
+        self._format = settings["checkpoint_format"]
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
         self.newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
         self._lock: Lock | None = None  # on rank 0
@@ -132,11 +132,10 @@ class Checkpoints:
         """
         if not self.read_only:
             on_rank_0(self._take_lock)
-            if self._settings["checkpoint_format"] == "sharded":
+            if self._format == "sharded":
                 self._check_shared()
-        keep, background, format = (self._settings[key] for key in ("keep_checkpoints", "async_save", "checkpoint_format"))
-        how = self._newest_is_corrupt, not self.read_only
-        self._writer = CheckpointWriter(self.folder, keep, background, format, *how)
+        how = self._keep, self._in_background, self._format, self._newest_is_corrupt, not self.read_only
+        self._writer = CheckpointWriter(self.folder, *how)
 
     def without_earlier_run(self) -> AbstractContextManager[None]:
         """Return the context in which a run that starts anew writes its first files: those of other runs move aside."""
@@ -153,13 +152,9 @@ class Checkpoints:
         if is_rank_0():
             self._blocked_s.append(time.perf_counter() - begin)
 
-    def due(self, iteration: int, is_end: bool) -> Action:
-        """Return whether a checkpoint is due before `iteration`: only at the end of the run, unless it has just been saved.
-
-        Without `always`, the newest checkpoint is the best one: it is kept, and the end is saved only if there is none.
-        """
-        is_due = self.newest is None or (self.always and self.newest != iteration)
-        return Action.SAVE if is_end and is_due else Action.CONTINUE
+    def due(self, is_end: bool) -> Action:
+        """Return whether a checkpoint is due: at the end of the run. Without `always`, the newest is the best, and stays."""
+        return Action.SAVE if is_end and (self.always or self.newest is None) else Action.CONTINUE
 
     def report(self, log: Logger, required: bool = False) -> bool:
         """Print and log the results of the saves that have ended since the last call.
@@ -168,9 +163,9 @@ class Checkpoints:
         knows: the others return False.
         """
         for outcome in self._writer.outcomes() if is_rank_0() else ():
-            blocked_s = self._blocked_s.popleft()
-            self.error = None if isinstance(outcome, SaveReport) else outcome
+            blocked_s, self.error = self._blocked_s.popleft(), None
             if not isinstance(outcome, SaveReport):
+                self.error = outcome
                 reason = {"checkpoint/error": str(outcome)} if isinstance(outcome, OSError) else {}  # else the guard's
                 log.warn(f"the checkpoint was not written: {outcome}; files from before are unchanged", reason)
                 continue

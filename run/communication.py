@@ -11,7 +11,7 @@ from forecast.prediction import sent_by_data_parallel
 from zero.collectives import KINDS
 from zero.optimizer import ShardedOptimizer
 from zero.sharded_state import partition
-from zero.stopwatch import Mark, Stopwatch, mark
+from zero.stopwatch import Stopwatch, mark
 from zero.tensors import tensors_in
 
 
@@ -72,13 +72,10 @@ class CommunicationMeter:
 
         def on_last_gradient() -> None:
             begin = mark(self._device)
-            Variable._execution_engine.queue_callback(lambda: self._end_backward(begin))
+            Variable._execution_engine.queue_callback(lambda: self.waits.add("all-reduce", begin, mark(self._device)))
 
         self._synchronized += 1
         Variable._execution_engine.queue_callback(on_last_gradient)
-
-    def _end_backward(self, begin: Mark) -> None:
-        self.waits.add("all-reduce", begin, mark(self._device))
 
     def _timed_broadcast(self) -> None:
         with self.waits.measure("broadcast", self._device):

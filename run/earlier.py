@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from distributed.ranks import print0
-from run import logger, profiling, report, tensorboard_run
+from run import logger, profiling, report, sinks
 from zero.checkpoint import store
 
-_LOGS = (logger.METRICS, logger.FACTS, report.NAME, report.EVALUATION, tensorboard_run.FOLDER, profiling.FOLDER)
+_LOGS = (sinks.METRICS_FILE, logger.FACTS, report.NAME, report.EVALUATION, sinks.TENSORBOARD, profiling.FOLDER)
 
 
 @contextmanager
@@ -21,8 +21,7 @@ def moved_aside(folder: str) -> Iterator[None]:
     process has moved before that, ckpt.pt as the last one, goes back by `put_back`; at once, if the block raises for wrong
     input. Call it on one process only.
 
-    Raises:
-        ValueError: if a file cannot be moved.
+    Raises ValueError if a file cannot be moved.
     """
     target = os.path.join(folder, time.strftime("before-%Y%m%d-%H%M%SZ", time.gmtime()))
     while os.path.exists(target):  # two starts in the same second

@@ -104,7 +104,10 @@ class Guard:
         if self.failed or skipped == self._reported:
             return
         new_skips, self._reported, self.failed = skipped - self._reported, skipped, self.consecutive >= self.limit
-        reason = self._reason()
+        loss, norm = self._first.tolist()
+        losses = enumerate(gather_objects(loss))
+        reasons = [f"the loss of rank {rank} is {loss}" for rank, loss in losses if not math.isfinite(loss)]
+        reason = ", ".join(reasons + ([] if math.isfinite(norm) else [f"the gradient norm is {norm}"]))
         if not is_rank_0():
             return
         self.alert("Loss or gradients not finite", f"at iteration {iteration}: {reason}", iteration)
@@ -121,12 +124,3 @@ class Guard:
             file=sys.stderr,
             flush=True,
         )
-
-    def _reason(self) -> str:
-        """Return a text that says which values are not finite, and where. Needs to be called on all ranks."""
-        loss, norm = self._first.tolist()
-        losses = enumerate(gather_objects(loss))
-        reasons = [f"the loss of rank {rank} is {loss}" for rank, loss in losses if not math.isfinite(loss)]
-        if not math.isfinite(norm):
-            reasons.append(f"the gradient norm is {norm}")
-        return ", ".join(reasons)

@@ -3,7 +3,8 @@
 import atexit
 import math
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -22,10 +23,10 @@ from forecast.modes import without_effect
 from forecast.run_memory import Workload
 from model import GPT
 from run.checkpoints import Checkpoints, State
-from run.guard import Guard, Reading
+from run.guard import Guard
 from run.logger import Logger
-from run.memory_meter import MemoryCheck, MemoryMeter, describe
-from run.meter import Meter
+from run.memory_meter import Memory, describe
+from run.meter import Iteration, Meter
 from run.profiling import FOLDER, Profiler
 from run.progress import Progress
 from run.rank_checks import check_gradients
@@ -39,8 +40,8 @@ from zero.flags import Flags
 class Run:
     """Calls its watchers in order at each moment of a run. No watcher uses another one, unless its constructor takes it.
 
-    A GPU computes while the host goes on. The host reads the figures of an iteration when it has given the next forward to the
-    GPU, or before an evaluation, a sample or a save.
+    A GPU computes while the host goes on. The host reads the figures of an iteration in `read_figures`, when it has given the
+    next forward to the GPU, or before an evaluation, a sample or a save.
 
     Construct it, and call every method, on all ranks.
 
@@ -65,8 +66,7 @@ class Run:
         self.profiler = Profiler(os.path.join(config["out_dir"], FOLDER), launch.rank, device, config["profile"])
         self.checkpoints = Checkpoints(config)
         self._reads_later = device.type == "cuda" and not config["shadow_check"]  # shadow_check waits in every iteration
-        # of the last iteration: its number, its figures, and what logs its metrics
-        self._unread: tuple[int, Reading, Callable[[], None] | None] | None = None
+        self._unread: Iteration | None = None  # the last one, if its figures are not read yet
         self._action = Action.CONTINUE  # of all ranks, as the iteration begins, or after its evaluation
         self._reached = False  # whether the last evaluation has reached `stop_at_val_loss`
 
@@ -122,12 +122,11 @@ class Run:
             state.wandb_run_id = self.log.run.id or state.wandb_run_id
         how = raw_model.activation_checkpointing, raw_model.loss_chunk, config["compile"]
         workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, *how)
-        memory = MemoryMeter(model, optimizer)
-        self.memory_check = MemoryCheck(self.log, memory, workload, flags.shard_gradients, self.micro_steps)
+        self.memory = Memory(self.log, model, optimizer, workload, flags.shard_gradients, self.micro_steps)
         if isinstance(optimizer, ShardedOptimizer):
             self.profiler.wait = optimizer.synchronize
         flops, max_iters = raw_model.flops_per_token(), config["max_iters"]
-        self.meter = Meter(self.memory_check, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s)
+        self.meter = Meter(self.memory, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s)
         self.signals = Signals()
         self.guard = Guard(optimizer, scaler, config["max_nonfinite"], self.log.alert)
         self.shadow.follow(optimizer, scaler, config["max_nonfinite"], autocast, self.micro_steps, config["grad_clip"])
@@ -137,7 +136,7 @@ class Run:
                 "use a larger one"
             )
         if will_train:
-            self.memory_check.announce(state.iter_num)
+            self.memory.announce(state.iter_num)
         position.begin_iteration(state.iter_num)  # from here on, the watchdog ends a rank that hangs
 
     # -- an iteration --------------------------------------------------------------------------------------------------
@@ -146,7 +145,7 @@ class Run:
         """Call first in an iteration: all ranks agree on `must_save` and `must_stop`. A signal or a failure on one counts."""
         is_end = self.state.iter_num > self.config["max_iters"] and not self.guard.consecutive
         must_fail = self.checkpoints.report(self.log) or self.guard.failed
-        due = Action.FAIL if must_fail else self.checkpoints.due(self.state.iter_num, is_end)
+        due = Action.FAIL if must_fail else self.checkpoints.due(is_end)
         self._action = self.signals.agree(due)
         position.begin_iteration(self.state.iter_num)
 
@@ -170,9 +169,17 @@ class Run:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure a part of an iteration: "forward", "data", "backward", "clip" or "update"."""
-        if name == "backward":
-            self._report()
         return self.meter.phase(name)
+
+    def read_figures(self) -> None:
+        """Log, print and judge the last iteration, unless this is done. Call when the device has the next forward to do."""
+        if self._unread is None:
+            return
+        ended, self._unread = self._unread, None
+        ended.figures.read()  # waits while the device's events still have the times that `awaited_collective` asks
+        if ended.lap is not None and self.launch.rank == 0:
+            self.meter.log_iteration(ended)
+        self.guard.report(ended.number, ended.figures)
 
     def before_update(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Call when the gradients of this iteration are clipped. All weights have arrived; the update will overwrite them.
@@ -188,7 +195,7 @@ class Run:
     def after_update(self) -> None:
         """Call when the weights are updated, and the gradients still exist."""
         if self.state.iter_num >= self.first_iter + max(2, self.config["shadow_check"]):
-            self.memory_check.compare(self.state.iter_num)  # once, as soon as there is optimizer state
+            self.memory.compare(self.state.iter_num)  # once, as soon as there is optimizer state
 
     def end_iteration(self, lr: float) -> None:
         """Call when the gradients are dropped."""
@@ -197,13 +204,12 @@ class Run:
         is_evaluated = (iteration + 1) % self.config["eval_interval"] == 0
         if self._is_logged() or is_evaluated or self.device.type == "cpu":
             figures, tokens = self.guard.figures(), self._tokens()
-            log = self.meter.end_iteration(iteration, figures, lr, tokens) if self._is_logged() else None
-            self._unread = iteration, figures, log
+            self._unread = self.meter.end_iteration(iteration, figures, lr, tokens, self._is_logged())
         if not self._reads_later or is_evaluated or iteration == self.config["max_iters"]:
-            self._report()
+            self.read_figures()
         self.progress.update(iteration, self.log.summary.last)
         if self.shadow.update():
-            self.memory_check.memory.forget_peak()
+            self.memory.forget_peak()
             self.meter.restart()
         if self.profiler.step():
             self.meter.restart()
@@ -213,13 +219,15 @@ class Run:
     @contextmanager
     def untimed(self, doing: str) -> Iterator[None]:
         """Run what does not count as time of an iteration."""
-        self._report()
+        self.read_figures()
+        self._untimed_from = time.perf_counter()
         with position.at(doing):
             yield
         self.meter.restart()
 
-    def after_evaluation(self, losses: dict[str, float], lr: float, seconds: float) -> None:
+    def after_evaluation(self, losses: dict[str, float], lr: float) -> None:
         """Log the losses by split. With them, `must_save` and `must_stop` may become true."""
+        seconds = time.perf_counter() - self._untimed_from
         self.meter.log_evaluation(self.state.iter_num, losses, lr, seconds, self._tokens())
         if self.checkpoints.read_only:
             return
@@ -229,7 +237,7 @@ class Run:
         is_best = losses["val"] < self.state.best_val_loss
         self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
         self._reached = is_reached(self.config, losses["val"])
-        due = self.checkpoints.due(self.state.iter_num, is_end=self._reached)  # perhaps before the first iteration
+        due = self.checkpoints.due(self._reached)  # perhaps before the first iteration
         if (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter:
             due = Action.SAVE
         self._action = max(self._action, due)
@@ -246,7 +254,7 @@ class Run:
 
     def finish(self) -> NoReturn:
         """End all ranks: exit code 0, or 1 if the training or its last checkpoint has failed."""
-        self._report()
+        self.read_figures()
         self.shadow.finish()
         self.checkpoints.wait()
         self.guard.report(self.state.iter_num - 1)
@@ -267,16 +275,6 @@ class Run:
         else:
             self.log.finish("ended", f"done, {end:,} iterations")
         finish(int(failed))
-
-    def _report(self) -> None:
-        """Log and print what the last iteration has left to read. Needs to be called on all ranks."""
-        if self._unread is not None:
-            iteration, figures, log = self._unread
-            figures.read()  # waits while the device's events still have the times that `awaited_collective` asks
-            if log is not None and self.launch.rank == 0:
-                log()
-            self.guard.report(iteration, figures)
-        self._unread = None
 
     def _tokens(self) -> int:
         """Return the number of tokens that all ranks together have seen."""

@@ -40,8 +40,7 @@ class Lock:
     file of the next run. The text in the file is for people. It has no meaning after the end of the run. Child processes
     do not inherit the lock.
 
-    Raises:
-        ValueError: if another run holds the lock, or the folder cannot be created or written to.
+    Raises ValueError if another run holds the lock, or the folder cannot be created or written to.
     """
 
     def __init__(self, folder: str) -> None:

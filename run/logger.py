@@ -2,47 +2,40 @@
 
 import contextlib
 import json
-import math
 import os
 import pathlib
-import sys
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from distributed.heartbeat import position
 from distributed.ranks import print0
-from run import metrics, report
+from run import report
+from run.sinks import MetricsFile, TensorBoardRun, WandbRun, event_of
 from run.summary import Summary
-from run.tensorboard_run import TensorBoardRun
-from run.wandb_run import WandbRun
 from zero.checkpoint.files import atomic_write
 from zero.host_comm import is_rank_0
 
-METRICS, FACTS = "metrics.jsonl", "run.json"  # in out_dir
+FACTS = "run.json"  # in out_dir
 
 
 class Logger:
-    """Writes events to the console, `metrics.jsonl`, wandb and TensorBoard on rank 0. On other ranks it does nothing.
+    """Writes events to the console and three sinks, `metrics.jsonl`, wandb and TensorBoard, on rank 0; on others, nothing.
 
     Args:
-        out_dir: folder of `metrics.jsonl` and `run.json`, created if it is missing. `metrics.jsonl` has one JSON object per
-            event, with the same keys as in wandb. A number that is not finite becomes null, because JSON has no such number.
-            None: no files, and a new wandb run.
-        resume_at: continue the existing file as it was at the start of this iteration, see `MetricsFile`. None: start a
-            new file.
-        config: settings of the run and facts about it. `run.json` and wandb get all of them. `wandb_...` choose the wandb run,
+        out_dir: folder of `metrics.jsonl` and `run.json`, created if it is missing. None: no files, and a new wandb run.
+        resume_at: continue the existing file as it was at the start of this iteration, see `MetricsFile`. None: a new file.
+        config: settings of the run and facts about it, all of which `run.json` and wandb get. `wandb_...` choose the wandb run,
             `log_to` TensorBoard. `eval_interval` says whether a resumed run repeats the evaluation at `resume_at`.
         run_id: ID of the wandb run to continue, or None.
 
-    Raises:
-        ValueError: if the folder cannot be created or written to, wandb is not configured correctly, or tensorboard is missing.
+    Raises ValueError if the folder cannot be written to, the settings of wandb are wrong, or tensorboard is missing.
     """
 
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
+        self._is_finished = False
         self.file: MetricsFile | None = None
-        self.summary, self._is_finished = Summary(config), False
         if out_dir is None or not is_rank_0():
-            self.run, self._tensorboard = WandbRun(config), TensorBoardRun(None, 0, config)
+            self.summary, self.run, self._tensorboard = Summary(config), WandbRun(config), TensorBoardRun(None, 0, config)
+            self._sinks: list[WandbRun | TensorBoardRun | MetricsFile] = [self.run, self._tensorboard]
             return
         self.summary = Summary(_all_facts(out_dir, config, resume_at))
         try:
@@ -62,10 +55,11 @@ class Logger:
                 pathlib.Path(out_dir, report.NAME).unlink(missing_ok=True)  # of the run that this one replaces
         except OSError as error:
             raise ValueError(f"cannot write to out_dir={out_dir}: {error}") from error
+        self._sinks = [self.run, self._tensorboard, self.file]
         _write_facts(out_dir, self.summary.facts)
 
     def log(self, event: dict[str, Any], line: str | None = None) -> None:
-        """Write an event, then print the line. If the disk is full, print a warning once and continue.
+        """Write an event to wandb, TensorBoard and `metrics.jsonl`, then print the line.
 
         `event` has metrics by key, numbers or texts; "iter" is the iteration, by default the current one.
         """
@@ -73,12 +67,10 @@ class Logger:
             return
         event = {"iter": max(0, position.iteration), **event}
         self.summary.add(event)
-        self.run.log(event)
-        self._tensorboard.log(event)
+        for sink in self._sinks:
+            sink.log(event)
         if "val/loss" in event:
             self.run.summarize(self.summary.figures())
-        if self.file is not None:
-            self.file.write(event)
         if line is not None:
             print0(line)
 
@@ -111,70 +103,6 @@ class Logger:
             self.run.finish(int(state == "failed"))
 
 
-class MetricsFile:
-    """`metrics.jsonl`: one JSON object per event. A run that resumes keeps what was written before its iteration.
-
-    Args:
-        folder: created if it is missing.
-        resume_at: iteration at which the run continues. None: `rewind` empties the file.
-        evaluates: the run evaluates at this iteration, perhaps for the second time.
-
-    Raises:
-        OSError: if the folder cannot be created, or the file cannot be read or written.
-    """
-
-    def __init__(self, folder: str, resume_at: int | None, evaluates: bool) -> None:
-        os.makedirs(folder, exist_ok=True)
-        self.folder, self._path, self._resume_at, self._evaluates = folder, os.path.join(folder, METRICS), resume_at, evaluates
-        self._file = open(self._path, "ab", buffering=0)
-        self._end, self.late = 0, list[bytes]()  # `rewind` keeps so many bytes, and these later lines
-        self._warned = False
-
-    def kept(self) -> Iterator[dict[str, Any]]:
-        """Yield the events that stay in the file.
-
-        These are the lines before the first line of the iteration or later, or before the first incomplete line (from a killed
-        run). And of the later lines those about checkpoints up to the iteration, which are written late, when the checkpoint is
-        on the disk, and the evaluation at the iteration if it is not repeated.
-        """
-        self._end, self.late, iteration, found = 0, [], self._resume_at, False
-        if iteration is None:
-            return
-        with open(self._path, "rb") as file:
-            for line in file:
-                event, is_whole = event_of(line), line.endswith(b"\n")
-                found = found or event["iter"] >= iteration or not is_whole
-                is_checkpoint = any(key.startswith("checkpoint/") for key in event)
-                is_evaluation = "val/loss" in event and event["iter"] == iteration and not self._evaluates
-                is_late = is_whole and event["iter"] <= iteration and (is_checkpoint or is_evaluation)
-                if not found:
-                    self._end += len(line)
-                elif is_late:
-                    self.late.append(line)
-                if event["iter"] >= 0 and (is_late or not found):
-                    yield event
-
-    def rewind(self) -> None:
-        """Truncate the file to what `kept` has yielded. It has whole lines before and after this, even if the disk is full."""
-        self._file.truncate(self._end)
-        self._file.seek(0, os.SEEK_END)
-        self._file.write(b"".join(self.late))
-
-    def write(self, event: dict[str, Any]) -> None:
-        """Append an event, with null for numbers that are not finite. If the disk is full, warn once and continue."""
-        values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in event.items()}
-        line, begin = json.dumps(values, allow_nan=False).encode() + b"\n", self._file.seek(0, os.SEEK_END)
-        try:
-            if self._file.write(line) < len(line):
-                raise OSError("the disk is full")
-            self._warned = False
-        except OSError as error:
-            self._file.truncate(begin)  # remove the incomplete line
-            if not self._warned:
-                print0(f"WARNING: figures are missing from {self._file.name}: {error}")
-            self._warned = True
-
-
 def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> dict[str, Any]:
     """Return the content of run.json: the settings, the facts, and what it has of earlier processes of the run.
 
@@ -202,19 +130,3 @@ def _write_facts(folder: str, facts: dict[str, Any]) -> None:
             file.write("\n")
     except OSError as error:  # the disk is full; training does not need the file
         print0(f"WARNING: run.json is not written: {error}")
-
-
-def _fits(key: str, value: Any) -> bool:
-    """Return whether a value can be that of a metric: a finite number or nothing, or if it is none of our numbers, a text."""
-    if isinstance(value, str):
-        return key not in metrics.METRICS or metrics.METRICS[key].unit == "text"
-    return value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)
-
-
-def event_of(line: bytes) -> dict[str, Any]:
-    """Return the event of a line, whose "iter" is an integer. That of a line which is not from this program is -1."""
-    try:
-        event = json.loads(line)
-        return {key: value for key, value in event.items() if _fits(key, value)} | {"iter": int(event["iter"])}
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return {"iter": -1}

@@ -26,27 +26,49 @@ TOLERANCE = 0.05  # a larger relative difference between prediction and measurem
 GPU_WORKSPACES = 100_000_000  # ... if it is also more than this on a GPU, where cuBLAS and others take workspaces
 
 
-class MemoryMeter:
-    """Measures the memory of this rank. No method waits for the device or for another rank.
+class Memory:
+    """What a run takes on this rank, and what was predicted. The constructor and `compare` need to be called on all ranks.
 
-    On a GPU, the memory at a point is what the allocator has allocated. On a CPU, it is the bytes of the model, its optimizer
-    and its communication (`zero.held_bytes`), because the memory of the process also holds what the system's allocator
-    has not returned to the system. The peak is that of the allocator on a GPU, and of the process on a CPU.
+    No other method waits for the device or for another rank. On a GPU, the memory at a point is what the allocator has
+    allocated. On a CPU, it is the bytes of the model, its optimizer and its communication (`zero.held_bytes`), because the
+    memory of the process also holds what the system's allocator has not returned to the system. The peak is that of the
+    allocator on a GPU, and of the process on a CPU.
 
     Args:
+        log: receives the prediction and what is compared with it.
         model, optimizer: what `zero.build.build` returned.
+        workload: of a micro-step.
+        micro_steps: the number of them per iteration on each rank.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(
+        self,
+        log: Logger,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        workload: Workload,
+        shard_gradients: bool,
+        micro_steps: int,
+    ) -> None:
+        self.log, self.model, self.optimizer, self.compiled = log, model, optimizer, workload.compiled
         self.device = next(model.parameters()).device
-        self.peak_of = "tensors" if self.device.type == "cuda" else "process"
         self.held_before_step = 0  # bytes of the model, its optimizer and its communication
         self._state = 0  # bytes of optimizer state, with masters
-        self.has_state = False  # whether there was any before the last step, apart from masters
+        self.has_state = False  # whether there was any before the last step, apart from masters, or any rank has some
         self._points: dict[str, int] = dict.fromkeys(POINT_KEYS, 0)
         self._largest_peak = 0
         self.measure("after init")
+        launch, plan = launched(), _plan_of(partition(optimizer))
+        param_dtype = "bfloat16" if plan.has_masters else "float32"
+        activations = _activations(workload, param_dtype) if is_rank_0() else Activations()
+        frozen = sum(param.nbytes for param in set(model.parameters()) - set(parameters(optimizer)))
+        how: dict[str, Any] = {"on_cpu": workload.device_type == "cpu", "shard_gradients": shard_gradients, "frozen": frozen}
+        how |= {"world_size": launch.world_size, "micro_steps": micro_steps}
+        self.forecast = forecast(plan, activations, launch.distributed, **how)
+        self.compared = False
+        self.predicted = self.forecast.prediction.at("before step")
+        # bytes that one rank would hold without sharding before its step
+        self.plain = Prediction(replicated_plan(plan.params), frozen=frozen).at("before step")
 
     def measure(self, point: Point) -> None:
         """Measure what this rank holds now.
@@ -58,7 +80,7 @@ class MemoryMeter:
         held = {} if on_gpu and point != "before step" else held_bytes(self.optimizer, self.model)
         if point == "before step":
             self.held_before_step = sum(held.values())
-            self._state, self.has_state = held["state"] + held["master"], held["state"] > 0
+            self._state, self.has_state = held["state"] + held["master"], self.compared or held["state"] > 0
         self._points[point] = torch.cuda.memory_allocated(self.device) if on_gpu else sum(held.values())
 
     def peak(self) -> int:
@@ -82,50 +104,6 @@ class MemoryMeter:
             figures |= {"alloc_retries": counters.get("num_alloc_retries", 0), "ooms": counters.get("num_ooms", 0)}
         return figures
 
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: allocated memory on a GPU, the resident set size on a CPU.
-
-    It is the peak since the last `reset_peak`, or since the process started.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux reports KiB
-
-
-def reset_peak(device: torch.device) -> None:
-    """Begin a new peak, where the system can: on a GPU, and on Linux."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        with suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # not writable in every container
-            file.write("5")  # man 5 proc: resets the peak resident set size
-
-
-class MemoryCheck:
-    """Prints and logs the memory that the fullest rank will need. The constructor and `compare` need to be called on all ranks.
-
-    `workload` is that of a micro-step, `micro_steps` the number of them per iteration on each rank.
-    """
-
-    def __init__(self, log: Logger, memory: MemoryMeter, workload: Workload, shard_gradients: bool, micro_steps: int) -> None:
-        model, optimizer = memory.model, memory.optimizer
-        self.log, self.model, self.optimizer, self.compiled = log, model, optimizer, workload.compiled
-        self.memory, self.device = memory, memory.device
-        launch, plan = launched(), _plan_of(partition(optimizer))
-        param_dtype = "bfloat16" if plan.has_masters else "float32"
-        activations = _activations(workload, param_dtype) if is_rank_0() else Activations()
-        inside = set(parameters(optimizer))
-        frozen = sum(param.nbytes for param in model.parameters() if param not in inside)
-        how: dict[str, Any] = {"on_cpu": workload.device_type == "cpu", "shard_gradients": shard_gradients, "frozen": frozen}
-        how |= {"world_size": launch.world_size, "micro_steps": micro_steps}
-        self.forecast = forecast(plan, activations, launch.distributed, **how)
-        self.compared = False
-        self.predicted = self.forecast.prediction.at("before step")
-        # bytes that one rank would hold without sharding before its step
-        self.plain = Prediction(replicated_plan(plan.params), frozen=frozen).at("before step")
-
     def announce(self, iteration: int) -> None:
         """Print and log the prediction."""
         peak, parts = self.forecast.peak, {"activations": self.forecast.activations.saved, **self.predicted}
@@ -140,8 +118,8 @@ class MemoryCheck:
             return
         on_gpu = self.device.type == "cuda"
         held = held_bytes(self.optimizer, self.model)
-        by_rank = gather_objects((sum(held.values()), self.memory.peak() if on_gpu else 0, held))
-        self.compared = any(held["state"] for _, _, held in by_rank)
+        by_rank = gather_objects((sum(held.values()), self.peak() if on_gpu else 0, held))
+        self.has_state = self.compared = any(held["state"] for _, _, held in by_rank)
         if not self.compared or not is_rank_0():  # no state: no update has been made yet, because float16 has overflowed
             return
         total, _, held = max(by_rank, key=lambda rank: rank[0])
@@ -166,6 +144,26 @@ class MemoryCheck:
     def _differs(self, predicted: int, measured: int) -> bool:
         allowed = max(TOLERANCE * predicted, GPU_WORKSPACES if self.device.type == "cuda" else 0)
         return abs(measured - predicted) > allowed
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process in bytes: allocated memory on a GPU, the resident set size on a CPU.
+
+    It is the peak since the last `reset_peak`, or since the process started.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux reports KiB
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin a new peak, where the system can: on a GPU, and on Linux."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        with suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # not writable in every container
+            file.write("5")  # man 5 proc: resets the peak resident set size
 
 
 def _activations(workload: Workload, param_dtype: str) -> Activations:
@@ -197,22 +195,20 @@ def describe(optimizer: torch.optim.Optimizer, without_effect: list[str]) -> str
     part = partition(optimizer)
     plan, optimizer_class = _plan_of(part), type(part.inner).__name__
     state = plan.state_bytes
-    fullest = Prediction(plan, state.index(max(state)))
     whole = f"{sum(state) / 1e6:.1f} MB"
     idle = f"; without effect on one rank: {', '.join(without_effect)}" if without_effect else ""
-    if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
-        name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
-        text = f"{fullest.state / 1e6:.1f} MB of {optimizer_class} state on the fullest rank"
-        if plan.state_dtype != "float32":
-            text += f" (in {plan.state_dtype} between updates)"
-        count = optimizer.comm.replicas if isinstance(optimizer, ShardedOptimizer) else 1
-        ranks = f"{len(state)} rank{'s' if len(state) > 1 else ''}"
-        replicas = f" in each of {count} groups" if count > 1 else ""
-        if plan.has_masters:
-            held = "remainders" if any(buffer.has_remainders for buffer in plan.buffers) else "float32 masters"
-            text += f", plus {fullest.master / 1e6:.1f} MB of {held} of the {plan.param_dtype} weights"
-        how = f"ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over {ranks}{replicas}"
-        if len(state) * count == 1:
-            how = f"{type(optimizer).__name__} on one rank"
-        return f"Using {how}, {text}; plain {optimizer_class} would hold {whole} on each{idle}"
-    return f"Using plain {optimizer_class}: {whole} of optimizer state on each rank{idle}"
+    if not isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
+        return f"Using plain {optimizer_class}: {whole} of optimizer state on each rank{idle}"
+    fullest = Prediction(plan, state.index(max(state)))
+    text = f"{fullest.state / 1e6:.1f} MB of {optimizer_class} state on the fullest rank"
+    if plan.state_dtype != "float32":
+        text += f" (in {plan.state_dtype} between updates)"
+    if plan.has_masters:
+        held = "remainders" if any(buffer.has_remainders for buffer in plan.buffers) else "float32 masters"
+        text += f", plus {fullest.master / 1e6:.1f} MB of {held} of the {plan.param_dtype} weights"
+    name, count = ("sharded", optimizer.comm.replicas) if isinstance(optimizer, ShardedOptimizer) else ("torch", 1)
+    how = f"{type(optimizer).__name__} on one rank"
+    if len(state) * count > 1:
+        ranks = f"{len(state)} rank{'s' if len(state) > 1 else ''}{f' in each of {count} groups' if count > 1 else ''}"
+        how = f"ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over {ranks}"
+    return f"Using {how}, {text}; plain {optimizer_class} would hold {whole} on each{idle}"

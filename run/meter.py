@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from distributed.launch import launched
 from distributed.ranks import print0
 from run.communication import CommunicationMeter
 from run.guard import Reading
-from run.memory_meter import MemoryCheck
+from run.memory_meter import Memory
 from run.metrics import EXPOSED_KEYS, SENT_KEYS, Point
 from zero.collectives import KINDS
 from zero.host_comm import gather_objects
@@ -31,7 +31,7 @@ class Meter:
     """Measures the iterations of a run and logs the metrics. Needs to be created on all ranks.
 
     Args:
-        memory_check: has the meter of the memory, and the logger that receives the metrics.
+        memory: has the logger, which receives the metrics.
         tokens_per_iter: of all ranks together.
         elapsed_s: wall time of the run before this process.
     """
@@ -39,16 +39,9 @@ class Meter:
     _WARM_UP = 5  # number of first iterations that do not count for the MFU
 
     def __init__(
-        self,
-        memory_check: MemoryCheck,
-        dtype: str,
-        tokens_per_iter: int,
-        flops_per_token: float,
-        max_iters: int,
-        elapsed_s: float,
+        self, memory: Memory, dtype: str, tokens_per_iter: int, flops_per_token: float, max_iters: int, elapsed_s: float
     ) -> None:
-        self.log, self.memory, self.memory_check = memory_check.log, memory_check.memory, memory_check
-        self.device = self.memory.device
+        self.log, self.memory, self.device = memory.log, memory, memory.device
         self.tokens_per_iter = tokens_per_iter
         self.flops_per_iter = flops_per_token * tokens_per_iter / launched().world_size  # of one rank
         self.max_iters, self._elapsed_before = max_iters, elapsed_s
@@ -96,58 +89,65 @@ class Meter:
             with self._phases.measure("memory", _HOST):  # on a CPU, it may wait for the parameters
                 self.memory.measure(point)
 
-    def end_iteration(self, iteration: int, reading: Reading, lr: float, tokens: int) -> Callable[[], None]:
-        """Return a function that logs the metrics of an iteration. Call it on rank 0: only then the host waits for the device.
+    def end_iteration(self, number: int, reading: Reading, lr: float, tokens: int, is_logged: bool) -> "Iteration":
+        """Return what is to be read of an iteration, for `log_iteration`. Needs to be called on all ranks.
 
-        Times are means over the iterations since the last restart or log. Needs to be called on all ranks. If this iteration
-        is measured, the host waits here, because the ranks are compared. `tokens`: what all ranks together have seen.
+        The host waits for the device only if this iteration is measured, because the ranks are compared. `tokens`: what all
+        ranks together have seen.
         """
+        if not is_logged:
+            return Iteration(number, reading, lr, tokens)
         lap = self._end_lap()
         over_ranks = self._over_ranks(reading.read().loss_of_rank, lap) if self._is_measured else {}
-        peak, iterations = self.memory.peak(), self._iterations
+        return Iteration(number, reading, lr, tokens, lap, over_ranks, self._iterations, self.memory.peak())
 
-        def log() -> None:
-            figures, (phases, waited, sent) = reading.read(), lap.means()
-            seconds = phases["lap"] / 1000
-            if iterations > self._WARM_UP:
-                mfu = self.flops_per_iter / seconds / self.peak_flops * 100
-                self._mfu = {"mfu": 0.9 * self._mfu.get("mfu", mfu) + 0.1 * mfu}
-            self._waited_for |= waited.keys()
-            exposed_ms = sum(waited.values())
-            event: dict[str, Any] = {
-                "iter": iteration,
-                "iter/loss": figures.loss,
-                "iter/grad_norm": figures.grad_norm,
-                "iter/tokens": tokens,
-                "lr": lr,
-                **self._mfu,
-                "throughput/tokens_per_second": self.tokens_per_iter / seconds,
-                "throughput/tokens_per_second_per_rank": self.tokens_per_iter / seconds / launched().world_size,
-                "throughput/tflops_per_rank": self.flops_per_iter / seconds / 1e12,
-                "throughput/eta_hours": (self.max_iters - iteration) * self._own_s() / iterations / 3600,
-                "time/elapsed_s": self.elapsed_s(),
-                "time/step_ms": seconds * 1000,
-                "time/data_ms": phases["data"],
-                "time/forward_backward_ms": phases["forward"] + phases["backward"],
-                "time/optimizer_ms": phases["clip"] + phases["update"],
+    def log_iteration(self, ended: "Iteration") -> None:
+        """Log the metrics of an iteration, for which the host waits. Call it on rank 0.
+
+        Times are means over the iterations since the last restart or log.
+        """
+        assert ended.lap is not None
+        figures, (phases, waited) = ended.figures.read(), ended.lap.read()
+        seconds, sent_mb = phases["lap"] / 1000, {kind: n / ended.lap.iterations / 1e6 for kind, n in ended.lap.sent.items()}
+        if ended.iterations > self._WARM_UP:
+            mfu = self.flops_per_iter / seconds / self.peak_flops * 100
+            self._mfu = {"mfu": 0.9 * self._mfu.get("mfu", mfu) + 0.1 * mfu}
+        self._waited_for |= waited.keys()
+        tokens_per_s, world_size, exposed_ms = self.tokens_per_iter / seconds, launched().world_size, sum(waited.values())
+        event: dict[str, Any] = {
+            "iter": ended.number,
+            "iter/loss": figures.loss,
+            "iter/grad_norm": figures.grad_norm,
+            "iter/tokens": ended.tokens,
+            "lr": ended.lr,
+            **self._mfu,
+            "throughput/tokens_per_second": tokens_per_s,
+            "throughput/tokens_per_second_per_rank": tokens_per_s / world_size,
+            "throughput/tflops_per_rank": self.flops_per_iter / seconds / 1e12,
+            "throughput/eta_hours": (self.max_iters - ended.number) * self._own_s() / ended.iterations / 3600,
+            "time/elapsed_s": self.elapsed_s(),
+            "time/step_ms": seconds * 1000,
+            "time/data_ms": phases["data"],
+            "time/forward_backward_ms": phases["forward"] + phases["backward"],
+            "time/optimizer_ms": phases["clip"] + phases["update"],
+        }
+        if world_size > 1:  # without the collectives that the run has not used
+            event |= {
+                "comm/exposed_ms": exposed_ms,
+                **{EXPOSED_KEYS[kind]: waited.get(kind, 0.0) for kind in KINDS if kind in self._waited_for},
+                "comm/exposed_percent": exposed_ms / (seconds * 1000) * 100,
+                "comm/sent_mb_per_step": sum(sent_mb.values()),
+                **{SENT_KEYS[kind]: sent_mb[kind] for kind in KINDS if self._sent[kind]},
             }
-            if launched().world_size > 1:  # without the collectives that the run has not used
-                event |= {
-                    "comm/exposed_ms": exposed_ms,
-                    **{EXPOSED_KEYS[kind]: waited[kind] for kind in KINDS if kind in self._waited_for},
-                    "comm/exposed_percent": exposed_ms / (seconds * 1000) * 100,
-                    "comm/sent_mb_per_step": sum(sent.values()) / 1e6,
-                    **{SENT_KEYS[kind]: sent[kind] / 1e6 for kind in KINDS if lap.sent_so_far[kind]},
-                }
-            event |= over_ranks
-            percent = f"{event['mfu']:.2f}%" if self._mfu else "n/a"
-            self.log.log(
-                event,
-                f"iter {iteration}: loss {figures.loss:.4f}, time {seconds * 1000:.2f}ms, mfu {percent}, "
-                f"{self.tokens_per_iter / seconds:,.0f} tok/s, {self.memory.peak_of} {peak / 1e9:.2f} GB at the peak",
-            )
-
-        return log
+        percent, peak_of = (
+            f"{event['mfu']:.2f}%" if self._mfu else "n/a",
+            "tensors" if self.device.type == "cuda" else "process",
+        )
+        self.log.log(
+            event | ended.over_ranks,
+            f"iter {ended.number}: loss {figures.loss:.4f}, time {seconds * 1000:.2f}ms, mfu {percent}, "
+            f"{tokens_per_s:,.0f} tok/s, {peak_of} {ended.peak / 1e9:.2f} GB at the peak",
+        )
 
     def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float, seconds: float, tokens: int) -> None:
         """Log the losses by split of an evaluation, which ran before this iteration. `tokens`: see `end_iteration`."""
@@ -168,16 +168,15 @@ class Meter:
 
     def _over_ranks(self, loss: float, lap: "Lap") -> dict[str, float]:
         """Return the metrics that compare the ranks. Needs to be called on all ranks. `loss`: of this rank."""
-        phases, waited, _ = lap.means()
+        phases, waited = lap.read()
         computed = "forward", "backward", "clip", "update", "memory", *(["data"] if self.device.type == "cpu" else [])
         computed_ms = sum(phases[name] for name in computed) - sum(waited.values())  # without waits for other ranks
-        memory = self.memory.take()
-        by_rank = gather_objects((loss, computed_ms, self.memory.held_before_step, memory))
-        losses, times, held, memories = ([of_rank[place] for of_rank in by_rank] for place in range(4))
-        values_of = {name: [of_rank[name] for of_rank in memories] for name in memory}
+        by_rank = gather_objects((loss, computed_ms, self.memory.held_before_step, self.memory.take()))
+        losses, times, held, memories = zip(*by_rank, strict=True)
+        values_of = {name: [of_rank[name] for of_rank in memories] for name in memories[0]}
         values_of = {name: values for name, values in values_of.items() if name.endswith("_mb") or any(values)}  # no 0 counters
         event = {f"memory/{name}": max(values) for name, values in values_of.items()}
-        event["memory/predicted_mb"] = self.memory_check.forecast.peak / 1e6
+        event["memory/predicted_mb"] = self.memory.forecast.peak / 1e6
         if len(losses) > 1:  # there are ranks to compare
             event["iter/loss_max_rank"] = float(np.max(losses))  # nan if a loss is nan
             event["time/rank_spread_ms"] = max(times) - min(times)
@@ -185,9 +184,8 @@ class Meter:
             differing = {name: values for name, values in values_of.items() if len(set(values)) > 1}
             event |= {f"memory/{name}_min": min(values) for name, values in differing.items()}
             event |= {f"memory/{name}_rank": values.index(max(values)) for name, values in differing.items()}
-        has_state = self.memory.has_state or self.memory_check.compared
-        saved = sum(self.memory_check.plain.values()) - max(held)
-        if has_state and saved:  # not before the first update, and not for what is not sharded
+        saved = sum(self.memory.plain.values()) - max(held)
+        if self.memory.has_state and saved:  # not before the first update, and not for what is not sharded
             event["memory/saved_mb"] = saved / 1e6
         return event
 
@@ -196,10 +194,11 @@ class Meter:
 
     def _end_lap(self) -> "Lap":
         """Return what was spent since the last restart or log, and begin anew. Does not wait for the device."""
-        end, before, self._sent = mark(self.device), self._sent, self._communication.sent_bytes()
+        end, sent = mark(self.device), self._communication.sent_bytes()
         self._phases.add("lap", self._begin, end)
-        lap = Lap(self._timed, self._phases.take(), self._communication.waits.take(), before, self._sent)
-        self._begin, self._timed = end, 0  # the time of logging is part of the next iteration
+        since = {kind: count - self._sent[kind] for kind, count in sent.items()}
+        lap = Lap(self._timed, self._phases.take(), self._communication.waits.take(), since)
+        self._begin, self._timed, self._sent = end, 0, sent  # the time of logging is part of the next iteration
         return lap
 
 
@@ -209,15 +208,22 @@ class Lap(NamedTuple):
     iterations: int
     phases: Stopwatch  # by phase of an iteration; "memory": its measurement; "lap": all of it
     waits: Stopwatch  # by kind of collective
-    sent_before: Mapping[str, int]  # bytes by kind of collective, since the start of the run
-    sent_so_far: Mapping[str, int]
+    sent: dict[str, int]  # bytes by kind of collective
 
-    def means(self) -> tuple[Mapping[str, float], ...]:
-        """Return the means over the iterations: ms by phase, waited ms by kind of collective, and sent bytes by kind.
+    def read(self) -> tuple[defaultdict[str, float], dict[str, float]]:
+        """Return the means over the iterations in ms: by phase, and waits by kind. Waits until the device has ended the lap."""
+        phases, waits = ({name: ms / self.iterations for name, ms in of.read_ms().items()} for of in (self.phases, self.waits))
+        return defaultdict(float, phases), {kind: ms for kind, ms in waits.items() if kind in KINDS}
 
-        Waits until the device has ended the lap.
-        """
-        waited = {kind: ms for kind, ms in self.waits.read_ms().items() if kind in KINDS}
-        sent = {kind: count - self.sent_before[kind] for kind, count in self.sent_so_far.items()}
-        totals: list[Mapping[str, float]] = [self.phases.read_ms(), waited, sent]
-        return tuple(defaultdict(float, {key: total / self.iterations for key, total in of.items()}) for of in totals)
+
+class Iteration(NamedTuple):
+    """An iteration that has ended on the host, while a GPU may still compute it."""
+
+    number: int
+    figures: Reading
+    lr: float
+    tokens: int  # that all ranks together have seen
+    lap: Lap | None = None  # since the last one that was logged; None: it is not logged
+    over_ranks: dict[str, float] = {}  # metrics that compare the ranks, if it is measured
+    iterations: int = 0  # number of iterations since construction
+    peak: int = 0  # bytes

@@ -13,7 +13,6 @@ from collections import Counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import PER_HOST
@@ -37,8 +36,7 @@ def compare_settings(settings: dict[str, Any], device: str, dtype: str) -> None:
     Call it before `start`, where a rank with another backend or device could not join the others. The settings in `PER_HOST`
     may differ. `device` and `dtype` are what `machine.resolve` returned.
 
-    Raises:
-        ValueError: on all ranks, with a rank that differs, what it has and what the others have.
+    Raises ValueError on all ranks, with a rank that differs, what it has and what the others have.
     """
     settings = settings | {"device": device.partition(":")[0], "dtype": dtype}
     facts: Facts = {
@@ -46,8 +44,7 @@ def compare_settings(settings: dict[str, Any], device: str, dtype: str) -> None:
         "copy the same code to all hosts": sources(),
         "start all ranks with the same settings": {key: settings[key] for key in settings if key not in PER_HOST},
     }
-    if message := difference(gather_objects(facts)):
-        raise ValueError(message)
+    compare(facts)
 
 
 def check_combinations(settings: dict[str, Any], world_size: int) -> None:
@@ -71,18 +68,14 @@ def compare_model_and_data(model: torch.nn.Module, fingerprint: dict[str, str], 
     read from a checkpoint; of the data the files, as in `Dataset.fingerprint`. The weights themselves are not: in a training,
     the ranks take those of rank 0.
 
-    Raises:
-        ValueError: as `compare_settings`.
+    Raises ValueError as `compare_settings`.
     """
-    if not dist.is_initialized():
-        return
     parameters = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in model.named_parameters()}
     facts: Facts = {
         "copy the dataset from one host to the others": fingerprint,
         "give all hosts the same checkpoint or pretrained model": {**values, **vars(model.config), **parameters},
     }
-    if message := difference(gather_objects(facts)):
-        raise ValueError(message)
+    compare(facts)
 
 
 def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any], data: Dataset) -> None:
@@ -90,8 +83,7 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
 
     Of a checkpoint from nanoGPT, only the size of the vocabulary is known.
 
-    Raises:
-        ValueError: if the dataset has another vocabulary, or the checkpoint is of another optimizer.
+    Raises ValueError if the dataset has another vocabulary, or the checkpoint is of another optimizer.
     """
     check_vocabulary(checkpoint, data.name, data.meta)
     if "dataset" in checkpoint and checkpoint["dataset"] != data.fingerprint:
@@ -135,8 +127,7 @@ def vocabulary_at_hand(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
 
     A checkpoint that was stripped may not name its dataset. Then `of_size` decides.
 
-    Raises:
-        ValueError: as `check_vocabulary`.
+    Raises ValueError as `check_vocabulary`.
     """
     if (dataset := checkpoint["config"].get("dataset")) is None:
         return of_size(checkpoint["model_args"].get("vocab_size", GPTConfig.vocab_size))
@@ -164,6 +155,12 @@ def sources() -> dict[str, str]:
     files = {pathlib.Path(name).resolve() for name in names if name.endswith(".py") and not name.startswith(python)}
     own = sorted(file for file in files if file.is_relative_to(root) and file.is_file())
     return {str(path.relative_to(root)): f"{zlib.crc32(path.read_bytes()):08x}" for path in own}
+
+
+def compare(facts: Facts) -> None:
+    """Raise ValueError on all ranks if they have different facts. Needs to be called on all ranks."""
+    if message := difference(gather_objects(facts)):
+        raise ValueError(message)
 
 
 def difference(by_rank: list[Facts]) -> str | None:

@@ -54,6 +54,10 @@ def rows(summary: Summary) -> dict[str, str]:
     less = f", {size(abs(saved_mb) * 1e6)} {'less' if saved_mb > 0 else 'more'} than {plain}" if saved_mb else ""
     flags = {flag.name: flag.default for flag in fields(Flags)} | {"activation_checkpointing": False, "loss_chunk": 0}
     changed = [f", {name}={facts[name]}" for name, default in flags.items() if facts.get(name, default) != default]
+    reached, saves, newest, target = summary.reached, summary.saves, _newest_save(summary), ""
+    if reached.keys() >= {"iter/tokens", "time/elapsed_s"}:
+        target = f"val loss {reached['val/loss']:.4f} after {reached['iter']:,} iterations, {reached['iter/tokens']:,} tokens, "
+        target += f"{_time(reached['time/elapsed_s'])} (h:mm:ss)"
     of_tensors = held("measured", f"{less}: parameters, gradients, state and buckets")
     texts = {  # parts; without the first one there is no row
         "model": [f"{facts['parameters'] / 1e6:.2f}M parameters, {facts['dtype']}; {', then '.join(how)}, {device}: {names}"],
@@ -66,9 +70,9 @@ def rows(summary: Summary) -> dict[str, str]:
         ],
         "loss": [loss("loss")],
         "val loss": [loss("val_loss"), fill("; the best is {best_val_bits_per_byte:.4f} bits per byte")],
-        "target": [_target(summary)],
+        "target": [target],
         "time": [
-            f"{timedelta(seconds=round(elapsed_s))} (h:mm:ss), with evaluations and checkpoints" if elapsed_s else "",
+            f"{_time(elapsed_s)} (h:mm:ss), with evaluations and checkpoints" if elapsed_s else "",
             ", without what was lost before a restart" if restarts else "",
         ],
         "speed": [
@@ -84,27 +88,15 @@ def rows(summary: Summary) -> dict[str, str]:
         "process": ["" if device == "cuda" else peak("peak_memory_mb"), ", with Python and its libraries"],
         "tensors": ["; ".join(filter(None, [peak("peak_memory_mb") if device == "cuda" else "", of_tensors]))],
         "predicted": [held("predicted", f", {peak('memory/predicted_peak_mb')}")],
-        "checkpoints": [_checkpoints(summary)],
+        "checkpoints": [
+            f"{len(saves)} written, {size(saves[max(saves)])} each" if saves else "none written",
+            "" if newest is None else f"; the newest after {newest:,} iterations",
+            f"; the last save failed: {summary.save_error}" if summary.save_error else "",
+        ],
         "restarts": [f"{len(restarts)}, the last one at iteration {restarts[-1]:,}" if restarts else ""],
         "warnings": [f"{len(warnings)}; the last one: {' '.join(warnings[-1].split())}" if warnings else ""],
     }
     return {label: "".join(parts) for label, parts in texts.items() if parts[0]}
-
-
-def _target(summary: Summary) -> str:
-    at = summary.reached
-    if not at.keys() >= {"iter/tokens", "time/elapsed_s"}:
-        return ""
-    time = timedelta(seconds=round(at["time/elapsed_s"]))
-    return f"val loss {at['val/loss']:.4f} after {at['iter']:,} iterations, {at['iter/tokens']:,} tokens, {time} (h:mm:ss)"
-
-
-def _checkpoints(summary: Summary) -> str:
-    saves, newest = summary.saves, _newest_save(summary)
-    text = f"{len(saves)} written, {size(saves[max(saves)])} each" if saves else "none written"
-    if newest is not None:
-        text += f"; the newest after {newest:,} iterations"
-    return text + (f"; the last save failed: {summary.save_error}" if summary.save_error else "")
 
 
 def _newest_save(summary: Summary) -> int | None:
@@ -141,8 +133,7 @@ def write(outcome: str, summary: Summary) -> None:
 def add_evaluation(folder: str, iteration: int | None, dataset: str, results: dict[str, float]) -> None:
     """Write results of evaluate.py to evaluation.json, and to the card if there is one. Others of the same checkpoint stay.
 
-    Raises:
-        OSError: if a file cannot be written.
+    Raises OSError if a file cannot be written.
     """
     path, card = os.path.join(folder, EVALUATION), os.path.join(folder, NAME)
     values: dict[str, Any] = {"iter": iteration, "dataset": dataset}
@@ -162,6 +153,10 @@ def add_evaluation(folder: str, iteration: int | None, dataset: str, results: di
         with atomic_write(card) as temporary, open(temporary, "w") as file:
             after = "" if iteration is None else f", after {iteration:,} iterations"
             file.write(f"{of_run}{_HEADING}{dataset}{after}: {text}\n")
+
+
+def _time(seconds: float) -> timedelta:
+    return timedelta(seconds=round(seconds))
 
 
 def size(count: float) -> str:

@@ -26,8 +26,7 @@ class Sampler:
         meta: content of the dataset's `meta.pkl`, or None for GPT-2's vocabulary.
         seed: of every sample.
 
-    Raises:
-        DataError: if there will be samples and their vocabulary is not available.
+    Raises DataError if there will be samples and their vocabulary is not available.
     """
 
     def __init__(

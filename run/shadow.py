@@ -39,8 +39,7 @@ class Shadow:
         model, groups: those of the run, before `zero.build.build` wraps the model and moves its weights.
         checkpoint: the checkpoint from which the run resumes, or None.
 
-    Raises:
-        ValueError: if the random numbers of the device cannot be repeated (mps).
+    Raises ValueError if the random numbers of the device cannot be repeated (mps).
     """
 
     def __init__(

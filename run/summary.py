@@ -46,8 +46,13 @@ class Summary:
                 self._series.clear()  # of the evaluation at the end of the part before
         self.last |= known
         for name, (which, metric) in FIGURES.items():
-            if metric.key in known:
-                self._add_to(name, which, known[metric.key], event["iter"])
+            if metric.key not in known or (which == "median" and event["iter"] < self.medians_from):
+                continue
+            value = known[metric.key]
+            if which == "median":
+                self._series.setdefault(name, array("d")).append(value)
+            elif which == "last" or name not in self._figures or (which == "best" and value < self._figures[name]):
+                self._figures[name], self.at[name] = value, event["iter"]
         if not self.reached and "val/loss" in known and is_reached(self.facts, known["val/loss"]):
             self.reached = known
         if "memory/peak_mb" in known:
@@ -58,13 +63,6 @@ class Summary:
             self.save_error = known.get("checkpoint/error", "")
         if "warning" in known:
             self.warnings.append(known["warning"])
-
-    def _add_to(self, name: str, which: str, value: float, iteration: int) -> None:
-        if which == "median":
-            if iteration >= self.medians_from:
-                self._series.setdefault(name, array("d")).append(value)
-        elif which == "last" or name not in self._figures or (which == "best" and value < self._figures[name]):
-            self._figures[name], self.at[name] = value, iteration
 
     def figures(self) -> dict[str, float]:
         """Return the figures that are known so far, by their names in run/metrics.py."""

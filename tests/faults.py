@@ -205,9 +205,9 @@ def saves_take(seconds):
 
 
 def logging_takes(seconds):
-    from run.logger import MetricsFile
+    from run.sinks import MetricsFile
 
-    sleep_before(MetricsFile, "write", seconds)
+    sleep_before(MetricsFile, "log", seconds)
 
 
 def measure_every(iterations, fault=None, *args):
@@ -387,7 +387,7 @@ def small_files(nbytes):
 
 def kill_wandb():
     """Kill wandb's process in iteration 10."""
-    from run.wandb_run import WandbRun
+    from run.sinks import WandbRun
 
     @around(WandbRun, "log")
     def log(original, self, event):

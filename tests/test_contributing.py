@@ -242,7 +242,7 @@ def test_what_it_names_exists():
         path = "".join(path)
         assert path == "prepare.py" or os.path.exists(os.path.join(ROOT, path)), path
     pairs = re.findall(r"`(?:\w+\.)?(\w+)`\s+(?:of|in)\s+`([\w/]+\.py)`", TEXT)
-    assert ("end_iteration", "run/meter.py") in pairs
+    assert ("log_iteration", "run/meter.py") in pairs
     for name, path in pairs:
         with open(os.path.join(ROOT, path)) as file:
             assert re.search(rf"\b{name}\b", file.read()), f"{path} has no {name}"

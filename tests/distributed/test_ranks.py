@@ -15,7 +15,7 @@ from scripts import LAUNCH_VARIABLES
 from configurator import configure
 from distributed.launch import Launch, launched
 from distributed.ranks import start
-from distributed.rendezvous import connect, without_old_keys
+from distributed.rendezvous import connect, meet
 from zero.host_comm import cpu_group, gather_objects, timeout_of
 
 ALONE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a-machine-whose-name-has-no-address"}
@@ -138,7 +138,8 @@ def test_a_restarted_rank_finds_nothing_that_the_ranks_before_have_left_in_the_s
 
         def start(rank):
             time.sleep(delays[rank])
-            part = without_old_keys(store, rank, 2)
+            part, addresses = meet(store, rank, 2, f"10.0.0.{rank} {delays}")
+            assert addresses == [f"10.0.0.{number} {delays}" for number in range(2)]
             found = part.check(["address"])
             both_have_looked.wait(20)
             if rank == 0:
@@ -150,3 +151,8 @@ def test_a_restarted_rank_finds_nothing_that_the_ranks_before_have_left_in_the_s
 
     for delays in ((0.0, 0.3), (0.3, 0.0), (0.0, 0.0)):
         assert started(delays) == [(False, str(delays))] * 2
+
+
+def test_a_rank_that_does_not_start_is_named():
+    with pytest.raises(RuntimeError, match=r"^rank 0, 2 did not start within 0 s$"):
+        meet(dist.HashStore(), 1, 3, "", timeout_s=0.2)

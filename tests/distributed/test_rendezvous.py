@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from distributed import rendezvous
-from distributed.rendezvous import choose_interface
+from distributed.launch import Launch
+from distributed.rendezvous import interface
 
 MACHINE_0 = {"host0": "127.0.1.1", "10.0.0.2": "10.0.0.1"}  # has MASTER_ADDR; its own name means loopback, as on Debian
 MACHINE_1 = {"host0": "10.0.0.2", "10.0.0.2": "10.0.0.2"}
@@ -17,34 +18,40 @@ NAMES = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.0.0.2"}
 INTERFACES = {name: [SimpleNamespace(address=found)] for name, found in NAMES.items()}
 
 
-@pytest.fixture(autouse=True)
-def _unset(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is unset again after the test
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-
-
 @pytest.mark.parametrize(
-    ("rank", "routes", "others", "variables", "interface"),
+    ("routes", "others", "expected"),
     [
-        (1, MACHINE_1, "127.0.1.1", {}, "eth1"),  # what reaches the other machine
-        (0, MACHINE_0, "10.0.0.2", {}, "eth0"),  # not loopback, which its own name means
-        (0, MACHINE_0, "10.0.0.2", {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0"),  # the user's choice
-        (1, {"host0": "10.0.0.9"}, "127.0.1.1", {}, None),  # no interface has this address
-        (1, {}, "", {}, None),  # nothing reaches the first machine
+        (MACHINE_1, "127.0.1.1", "eth1"),  # what reaches the other machine
+        (MACHINE_0, "10.0.0.2", "eth0"),  # not loopback, which its own name means
+        ({"host0": "10.0.0.9"}, "127.0.1.1", None),  # no interface has this address
+        ({}, "", None),  # nothing reaches the first machine
     ],
 )
-def test_each_machine_takes_the_interface_that_reaches_the_other(monkeypatch, rank, routes, others, variables, interface):
-    for name, value in {"MASTER_ADDR": "host0", **variables}.items():
-        monkeypatch.setenv(name, value)
+def test_each_machine_takes_the_interface_that_reaches_the_other(monkeypatch, routes, others, expected):
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: INTERFACES)
     monkeypatch.setattr(rendezvous, "_own_address", lambda peer: routes.get(peer, ""))
-    store = dist.HashStore()
-    store.set(f"address of rank {1 - rank}", others)  # which the other rank has found
-    choose_interface(store, rank, world_size=2, is_one_machine=False)
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+    own = routes.get("host0", "")
+    assert interface(own, [own, others]) == expected
+
+
+def connected(monkeypatch, local_world_size, **variables):
+    """GLOO_SOCKET_IFNAME when the process group starts, on one of two ranks whose store and group are left out."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is unset again after the test
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    for name, value in {"MASTER_ADDR": "192.0.2.1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(rendezvous, "meet", lambda store, *_: (store, ["10.0.0.1", "10.0.0.2"]))
+    monkeypatch.setattr(rendezvous, "interface", lambda *_: "eth0")
+    rendezvous.connect(Launch(True, 0, 0, 2, local_world_size))
+    return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
 def test_one_machine_takes_loopback(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
-    choose_interface(dist.HashStore(), 0, world_size=2, is_one_machine=True)
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == ("lo" if sys.platform == "linux" else None)
+    assert connected(monkeypatch, 2) == ("lo" if sys.platform == "linux" else None)
+
+
+def test_several_machines_take_what_reaches_the_others_or_the_choice_of_the_user(monkeypatch):
+    assert connected(monkeypatch, 1) == "eth0"
+    assert connected(monkeypatch, 1, GLOO_SOCKET_IFNAME="ib0") == "ib0"

@@ -10,7 +10,7 @@ import pytest
 
 from run import logger
 from run.logger import Logger
-from run.wandb_run import WandbRun
+from run.sinks import WandbRun
 
 CONFIG = {"wandb_log": False, "implementation": "sharded", "eval_interval": 5}
 

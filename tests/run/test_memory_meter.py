@@ -12,7 +12,7 @@ from forecast.prediction import PURPOSES
 from forecast.run_memory import Workload
 from model import GPT, GPTConfig
 from run import memory_meter
-from run.memory_meter import MemoryCheck, MemoryMeter
+from run.memory_meter import Memory
 from zero.build import build
 from zero.flags import Flags
 
@@ -57,7 +57,7 @@ def check():
     workload = Workload(SIZES, batch_size=2, dtype="float32", device_type="cpu")
     log = SimpleNamespace(events=[])
     log.log, log.warn = log.events.append, lambda text: print(f"WARNING: {text}")
-    check = MemoryCheck(log, MemoryMeter(wrapped, optimizer), workload, shard_gradients=False, micro_steps=1)
+    check = Memory(log, wrapped, optimizer, workload, shard_gradients=False, micro_steps=1)
     tokens = torch.zeros((2, 16), dtype=torch.int64)
     for _ in range(2):
         optimizer.zero_grad()
@@ -94,7 +94,7 @@ def test_a_wrong_prediction_causes_a_warning_with_the_parts(check, capsys, facto
 def test_the_peak_is_compared_on_a_gpu(check, capsys, monkeypatch, factor, compiled, workspaces, warns):
     check.device, check.compiled = torch.device("cuda"), compiled
     monkeypatch.setattr(memory_meter, "GPU_WORKSPACES", workspaces)
-    monkeypatch.setattr(check.memory, "peak", lambda: round(factor * check.forecast.peak))
+    monkeypatch.setattr(check, "peak", lambda: round(factor * check.forecast.peak))
     check.compare(2)
     line, *warnings = capsys.readouterr().out.splitlines()
     assert "at the peak (predicted " in line

@@ -19,6 +19,7 @@ from distributed.watchdog import Watchdog
 from run import guard
 from run.checkpoints import State
 from run.hooks import Run
+from run.meter import Iteration, Lap
 from zero import ShardedGradScaler, stopwatch
 from zero.stopwatch import Stopwatch, awaited_collective
 
@@ -137,11 +138,13 @@ def test_the_collective_of_a_logged_iteration_has_a_name_on_every_rank(monkeypat
     waits.add("reduce-scatter", done, not_done)
     seen, watched = [], object.__new__(Run)
     watched.guard, watched.launch = mock.Mock(), Launch(rank=1)
-    watched._unread = 7, mock.Mock(read=lambda: seen.append(awaited_collective())), partial(lambda lap: None, waits.take())
-    watched._report()
+    figures, lap = mock.Mock(read=lambda: seen.append(awaited_collective())), Lap(1, Stopwatch(), waits.take(), {})
+    watched._unread = Iteration(7, figures, 0.1, 0, lap)
+    del lap
+    watched.read_figures()
     assert seen == ["reduce-scatter"]
     assert awaited_collective() == ""
-    watched.guard.report.assert_called_once_with(7, mock.ANY)
+    watched.guard.report.assert_called_once_with(7, figures)
 
 
 def test_what_all_ranks_agree_on_as_an_iteration_begins(monkeypatch):

@@ -13,9 +13,10 @@ from scripts import run, torch_load, train
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from toy import assert_equal
 
+from forecast.run_memory import Workload
 from model import GPT, GPTConfig
 from run import memory_meter
-from run.memory_meter import MemoryMeter
+from run.memory_meter import Memory
 from run.shadow import Shadow
 from zero import ShardedGradScaler
 from zero.build import build
@@ -116,7 +117,8 @@ def test_after_the_last_iteration_the_memory_of_the_copy_is_free():
 
 def test_a_peak_with_the_copy_is_not_that_of_the_run(monkeypatch):
     model = GPT(SIZES)
-    meter = MemoryMeter(model, torch.optim.AdamW(model.parameters()))
+    workload = Workload(SIZES, batch_size=2, dtype="float32", device_type="cpu")
+    meter = Memory(None, model, torch.optim.AdamW(model.parameters()), workload, shard_gradients=False, micro_steps=1)
     monkeypatch.setattr(memory_meter, "peak_bytes", lambda _: 300)
     monkeypatch.setattr(memory_meter, "reset_peak", lambda _: monkeypatch.setattr(memory_meter, "peak_bytes", lambda _: 200))
     meter.take()

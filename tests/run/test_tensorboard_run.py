@@ -1,4 +1,4 @@
-"""run/tensorboard_run.py: TensorBoard shows every figure of metrics.jsonl once, also of a run that was killed and resumed."""
+"""run/sinks.py: TensorBoard shows every figure of metrics.jsonl once, also of a run that was killed and resumed."""
 
 import math
 import os
@@ -52,7 +52,7 @@ def test_tensorboard_has_every_figure_once(data, tmp_path):
 
 def test_an_error_does_not_end_the_run(tmp_path, capsys):
     pytest.importorskip("tensorboard", reason=MISSING)
-    from run.tensorboard_run import TensorBoardRun
+    from run.sinks import TensorBoardRun
 
     board = TensorBoardRun(str(tmp_path), 0, {"log_to": "tensorboard"})
     board.log({"iter": 0, "a": math.nan, "b": 1.0})

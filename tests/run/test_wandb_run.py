@@ -1,4 +1,4 @@
-"""run/wandb_run.py: wandb has every figure of metrics.jsonl, one run per job, and never ends a run."""
+"""run/sinks.py: wandb has every figure of metrics.jsonl, one run per job, and never ends a run."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from scripts import FEW, SETTINGS, Forked, events_of, run, torch_load
 from wandb_server import WandbServer
 
 from run.metrics import METRICS
-from run.wandb_run import WandbRun
+from run.sinks import WandbRun
 
 CONFIG = {"wandb_log": True, "wandb_project": "p", "wandb_run_name": "n", "out_dir": "runs/out", "implementation": "sharded"}
 
@@ -164,7 +164,7 @@ def test_a_run_on_a_server_is_one_run(line, tmp_path, server):
 
 PROGRAM = f"""
 import os, time
-from run.wandb_run import WandbRun
+from run.sinks import WandbRun
 run = WandbRun({CONFIG})
 """
 

@@ -1,0 +1,275 @@
+"""Where the events of a run go: `metrics.jsonl`, TensorBoard, wandb. An event has metrics by key; "iter" is its iteration."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import wraps
+from typing import Any
+
+from distributed.ranks import print0
+from run.metrics import METRICS
+from zero.host_comm import is_rank_0
+
+METRICS_FILE, TENSORBOARD = "metrics.jsonl", "tensorboard"  # in out_dir
+_FINISH_S = 60.0  # how long the end of a run waits for wandb
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object per event. A run that resumes keeps what was written before its iteration.
+
+    Args:
+        folder: created if it is missing.
+        resume_at: iteration at which the run continues. None: `rewind` empties the file.
+        evaluates: the run evaluates at this iteration, perhaps for the second time.
+
+    Raises OSError if the folder cannot be created, or the file cannot be read or written.
+    """
+
+    def __init__(self, folder: str, resume_at: int | None, evaluates: bool) -> None:
+        os.makedirs(folder, exist_ok=True)
+        self.folder, self._path = folder, os.path.join(folder, METRICS_FILE)
+        self._resume_at, self._evaluates = resume_at, evaluates
+        self._file = open(self._path, "ab", buffering=0)
+        self._end, self.late = 0, list[bytes]()  # `rewind` keeps so many bytes, and these later lines
+        self._warned = False
+
+    def kept(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that stay in the file.
+
+        These are the lines before the first line of the iteration or later, or before the first incomplete line (from a killed
+        run). And of the later lines those about checkpoints up to the iteration, which are written late, when the checkpoint is
+        on the disk, and the evaluation at the iteration if it is not repeated.
+        """
+        self._end, self.late, iteration, found = 0, [], self._resume_at, False
+        if iteration is None:
+            return
+        with open(self._path, "rb") as file:
+            for line in file:
+                event, is_whole = event_of(line), line.endswith(b"\n")
+                found = found or event["iter"] >= iteration or not is_whole
+                is_checkpoint = any(key.startswith("checkpoint/") for key in event)
+                is_evaluation = "val/loss" in event and event["iter"] == iteration and not self._evaluates
+                is_late = is_whole and event["iter"] <= iteration and (is_checkpoint or is_evaluation)
+                if not found:
+                    self._end += len(line)
+                elif is_late:
+                    self.late.append(line)
+                if event["iter"] >= 0 and (is_late or not found):
+                    yield event
+
+    def rewind(self) -> None:
+        """Truncate the file to what `kept` has yielded. It has whole lines before and after this, even if the disk is full."""
+        self._file.truncate(self._end)
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(b"".join(self.late))
+
+    def log(self, event: dict[str, Any]) -> None:
+        """Append an event, with null for numbers that are not finite. If the disk is full, warn once and continue."""
+        values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in event.items()}
+        line, begin = json.dumps(values, allow_nan=False).encode() + b"\n", self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError("the disk is full")
+            self._warned = False
+        except OSError as error:
+            self._file.truncate(begin)  # remove the incomplete line
+            if not self._warned:
+                print0(f"WARNING: figures are missing from {self._file.name}: {error}")
+            self._warned = True
+
+
+def event_of(line: bytes) -> dict[str, Any]:
+    """Return the event of a line, whose "iter" is an integer. That of a line which is not from this program is -1."""
+    try:
+        event = json.loads(line)
+        return {key: value for key, value in event.items() if _fits(key, value)} | {"iter": int(event["iter"])}
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return {"iter": -1}
+
+
+def _fits(key: str, value: Any) -> bool:
+    """Return whether a value can be that of a metric: a finite number or nothing, or if it is none of our numbers, a text."""
+    if isinstance(value, str):
+        return key not in METRICS or METRICS[key].unit == "text"
+    return value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)
+
+
+def while_it_works(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a method that does nothing without `sink`, the object of a library that takes the metrics.
+
+    If the method raises, a line says so, and the training goes on without the sink.
+    """
+
+    @wraps(method)
+    def call(self: Any, *arguments: Any) -> None:
+        if self.sink is not None:
+            try:
+                method(self, *arguments)
+            except Exception as error:
+                self.sink = None
+                print0(f"WARNING: {self.name} has stopped: {_first_line(error)}; metrics.jsonl has all figures")
+
+    return call
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+class TensorBoardRun:
+    """Writes the events of a run to `out_dir/tensorboard`, if there is a folder and the settings ask for it.
+
+    Args:
+        resume_at: iteration at which the run continues; TensorBoard hides what is there from it on. 0: a new run.
+        config: settings and facts of the run, shown as a text.
+
+    Raises ValueError if tensorboard, which is optional, is not installed, OSError if the folder cannot be created.
+    """
+
+    name = "TensorBoard"
+    sink: Any = None  # a SummaryWriter
+
+    def __init__(self, out_dir: str | None, resume_at: int, config: dict[str, Any]) -> None:
+        if out_dir is None or config.get("log_to") != "tensorboard":
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(f"log_to=tensorboard needs tensorboard ({error}); pip install tensorboard") from error
+        self.sink = SummaryWriter(os.path.join(out_dir, TENSORBOARD), purge_step=resume_at, flush_secs=5)
+        text = json.dumps(config, indent=1).replace("\n", "\n    ")  # four spaces: code in markdown
+        self.sink.add_text("run.json", f"    {text}", resume_at)
+        print0(f"TensorBoard: tensorboard --logdir={out_dir}")
+
+    @while_it_works
+    def log(self, event: dict[str, Any]) -> None:
+        """Write an event."""
+        for key, value in event.items():
+            if isinstance(value, str):
+                self.sink.add_text(key, value, event["iter"])
+            elif key != "iter" and value is not None:
+                self.sink.add_scalar(key, value, event["iter"])
+
+    @while_it_works
+    def finish(self, figures: dict[str, float]) -> None:
+        """Write the figures of the whole run as a text, and close the file."""
+        lines = [f"| {name} | {figure:.6g} |" for name, figure in figures.items() if math.isfinite(figure)]
+        self.sink.add_text("summary", "\n".join(["| | |", "|---|---|", *lines]))
+        self.sink.close()
+
+
+class WandbRun:
+    """The run in wandb, if the settings ask for one; on other ranks than 0, there is none.
+
+    Its process, resuming, recording offline, its variables: wandb does that itself. A wandb that is missing or fails does not
+    end the training: a line says so. Each iteration is one row, and its step is the iteration.
+
+    Args:
+        config: settings and facts of the run, which wandb shows.
+        run_id: ID of the run to continue. None: a new run.
+
+    Raises ValueError if the settings or a variable are wrong.
+    """
+
+    name = "wandb"
+    sink: Any = None  # wandb's run
+
+    def __init__(self, config: dict[str, Any], run_id: str | None = None) -> None:
+        self.id: str | None = None  # of the run
+        # it continues in a new folder on the disk, which needs the earlier rows, too: `wandb sync` stops at a killed process's
+        self.lacks_history = False
+        self._newest = -1  # iteration of the newest row
+        if not config["wandb_log"] or not is_rank_0():
+            return
+        try:
+            import wandb
+
+            run = _start(wandb, config, run_id)
+        except ValueError as error:
+            raise ValueError(f"wandb does not start: {error}") from error
+        except Exception as error:
+            print0(f"WARNING: wandb does not start: {_first_line(error)}; training goes on, metrics.jsonl has all figures")
+            return
+        if not run.disabled:
+            self._wandb, self.sink, self.id = wandb, run, run.id
+            self._first = run.starting_step  # the server has earlier rows, which stay as they are
+            self.lacks_history = run.offline and run_id is not None
+            self._samples = wandb.Table(columns=["iter", "text"], log_mode="INCREMENTAL")
+
+    @while_it_works
+    def log(self, event: dict[str, Any]) -> None:
+        """Send an event as a part of the row of its iteration, or, if it comes late, of the newest row."""
+        if event["iter"] < self._first:
+            return
+        row = dict(event)
+        if event["iter"] < self._newest:
+            del row["iter"]
+        self._newest = max(self._newest, event["iter"])
+        if "sample/text" in event:
+            self._samples.add_data(event["iter"], event["sample/text"])
+            row["sample/text"] = self._samples
+        self.sink.log(row, step=self._newest)
+
+    @while_it_works
+    def alert(self, title: str, text: str) -> None:
+        """Send an alert, which wandb forwards by e-mail or Slack."""
+        self.sink.alert(title, text)
+
+    @while_it_works
+    def summarize(self, values: dict[str, Any]) -> None:
+        """Set figures that describe the whole run."""
+        self.sink.summary.update(values)
+
+    def finish(self, exit_code: int = 0) -> None:
+        """End the run, which wandb shows as failed if the code is not 0. Waits a minute for wandb."""
+        self._finish(exit_code)
+        if self.id is not None:
+            with suppress(Exception, SystemExit):  # wandb's process may be dead; its own hook would print a traceback
+                self._wandb.teardown(exit_code)
+
+    @while_it_works
+    def _finish(self, exit_code: int) -> None:
+        self.sink.finish(exit_code)
+
+
+def _start(wandb: Any, config: dict[str, Any], run_id: str | None) -> Any:
+    """Return wandb's run object, online if there is a login and a server, and print where the run is."""
+    group, folder = config["wandb_run_name"], os.path.basename(os.path.abspath(config["out_dir"]))
+    given = {  # by argument of wandb.init: the variable of wandb that comes before it, and the argument
+        "project": ("WANDB_PROJECT", config["wandb_project"]),
+        "group": ("WANDB_RUN_GROUP", group),
+        "job_type": ("WANDB_JOB_TYPE", config["implementation"]),
+        "name": (
+            "WANDB_NAME",
+            None if os.environ.get("WANDB_SWEEP_ID") else f"{group} {folder}",
+        ),  # wandb names those of a sweep
+        "id": ("WANDB_RUN_ID", run_id),
+        "resume": ("WANDB_RESUME", "allow" if run_id else None),
+    }
+    arguments = {key: value for key, (variable, value) in given.items() if not os.environ.get(variable)}
+    finish_s = float(os.environ.get("WANDB_FINISH_TIMEOUT", _FINISH_S))
+    settings = wandb.Settings(finish_timeout=finish_s, finish_timeout_raises=True)
+    why = ""  # there is no server to send to
+    try:
+        if wandb.setup(wandb.Settings(silent=True)).settings.mode == "online" and not wandb.login(prompt=False):
+            why = " (there is no login)"
+    except wandb.errors.CommError as error:
+        why = f" ({_first_line(error)})"
+    try:
+        run = wandb.init(**arguments, mode="offline" if why else None, config=config, settings=settings)
+    except wandb.errors.UsageError as error:  # an invalid project name
+        raise ValueError(error) from error
+    run.define_metric("iter")
+    run.define_metric("*", step_metric="iter")
+    for metric in METRICS.values():
+        if metric.best:
+            run.define_metric(metric.key, step_metric="iter", summary=metric.best)
+    if run.offline:
+        newest = "; this folder has all rows of the run: leave out its older ones" if run_id else ""
+        print0(f"wandb records offline{why}; to upload later: wandb login && wandb sync {run.sync_dir}{newest}")
+    elif not run.disabled:
+        print0(f"wandb: {run.url}")
+    return run

@@ -235,10 +235,9 @@ class Record:
 
     def _pack(self) -> None:
         """Pack the results, and of the runs the metrics, the report and the profile: the smallest files first."""
-        found = [path for path in glob.glob(f"{self.folder}/**", recursive=True) if os.path.isfile(path)]
-        for name in self.parts:
-            folder = os.path.join("out-bench", name)
-            found += [path for kind in ("metrics.jsonl", "report.md", "profile/*") for path in glob.glob(f"{folder}/{kind}")]
+        kinds = "metrics.jsonl", "report.md", "profile/*"
+        patterns = [f"{self.folder}/**", *(f"out-bench/{name}/{kind}" for name in self.parts for kind in kinds)]
+        found = [path for pattern in patterns for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
         with atomic_write(self.archive) as path, tarfile.open(path, "w:gz") as archive:
             for each in sorted(found, key=os.path.getsize):
                 if archive.offset + os.path.getsize(each) < ARCHIVE_BYTES:

@@ -36,9 +36,8 @@ import datetime
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -130,9 +129,9 @@ with exit_on_wrong_input():
         options.sharing(world)
     if on_pretended_gpu and compile:
         raise ValueError("compile=True: what=launches counts operations that are not compiled; leave it out")
-    if on_pretended_gpu and not pretended_gpu.is_preloaded():
-        sys.exit(pretended_gpu.run_preloaded(sys.argv).returncode)
     if on_pretended_gpu:
+        if not pretended_gpu.is_preloaded():
+            sys.exit(pretended_gpu.run_preloaded(sys.argv).returncode)
         chosen, precision = str(pretended_gpu.DEVICE), machine.resolve_dtype(dtype, "float32", "bfloat16")
     else:
         chosen, precision = machine.resolve(device, dtype)
@@ -143,12 +142,11 @@ with exit_on_wrong_input():
     setup = Setup(gpt, batch_size, used, precision, *how)
     where, title = "pretended GPU" if on_pretended_gpu else machine.device_name(used), model or f"{n_layer}x{n_embd}"
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"
-    parent = "out-bench" if name == "auto" else "results"
+    folder = os.path.join("results", name) if name else ""
     if name == "auto":
         count = "simulated" if worlds else f"{launch.world_size}-ranks"
-        lengths = f"{batch_size}x{block_size.replace(',', '-')}"
-        name = "-".join([title, lengths, count, *(where if used.type == "cuda" else "cpu").lower().split()])
-    folder = os.path.join(parent, name) if name else ""
+        lengths, card = f"{batch_size}x{block_size.replace(',', '-')}", where if used.type == "cuda" else "cpu"
+        folder = os.path.join("out-bench", "-".join([title, lengths, count, *card.lower().split()]))
     facts = [title, f"{sum(spec.numel for spec in gpt_specs(gpt)) / 1e6:.1f}M parameters", ranks, precision]
     facts += [f"{batch_size} x {block_size} tokens per rank and micro-step"]
     facts += [f"buckets of {bucket_mb} MB"] * (bucket_mb != "auto")
@@ -165,41 +163,37 @@ with exit_on_wrong_input():
         data = Dataset(WITHOUT_DOWNLOAD, block_sizes[0])
 
 
-def of_worlds(rows_of):
-    """Return a function that yields the rows of modes, in each simulated world."""
-    return lambda names: (row for world in worlds for row in rows_of(setup, names, world))
-
-
 allocated = "allocated on the GPU" if used.type == "cuda" else "of live tensors"
-# title, and the function that yields the rows of modes as they are measured; needs to be called on all ranks
-MEASURES: dict[str, tuple[str, Callable[[list[str]], Iterator[dict[str, Any]]]]] = {
-    "memory": (
-        f"Memory: MB {allocated}, on {'rank 0' if worlds else 'the fullest rank'}",
-        of_worlds(memory_profile.simulated_rows) if worlds else lambda names: memory_profile.memory_rows(setup, names),
-    ),
-    "time": (
-        "Time of a step; the ratio is that to the first mode in the same round",
-        lambda names: speed.time_rows(setup, names, block_sizes, rounds, steps_per_turn),
-    ),
-    "training": (
-        "Training: peak of the fullest rank, and the largest difference of a loss from that of the first mode",
-        lambda names: training.training_rows(setup, names, data, training_steps),
-    ),
+TITLES = {
+    "memory": f"Memory: MB {allocated}, on {'rank 0' if worlds else 'the fullest rank'}",
+    "time": "Time of a step; the ratio is that to the first mode in the same round",
+    "training": "Training: peak of the fullest rank, and the largest difference of a loss from that of the first mode",
     "launches": (
-        "Launches and waits of rank 0 in an iteration; DistributedDataParallel is left out where it belongs to the mode",
-        of_worlds(launches.launch_rows),
+        "Launches and waits of rank 0 in an iteration; DistributedDataParallel is left out where it belongs to the mode"
     ),
 }
 
 
+def rows_of(measure):
+    """Yield the rows of a measure as they are measured; those of a time come again after each round. Call it on all ranks."""
+    if measure == "time":
+        yield from speed.time_rows(setup, names[measure], block_sizes, rounds, steps_per_turn)
+    elif measure == "training":
+        yield from training.training_rows(setup, names[measure], data, training_steps)
+    else:
+        in_a_world = memory_profile.memory_rows if measure == "memory" else launches.launch_rows
+        for world in worlds or [0]:
+            yield from in_a_world(setup, names[measure], world)
+
+
 print0(results.title)
 for measure in measures:
-    title, rows_of = MEASURES[measure]
-    details, rows, text = f"{memory_profile.MICRO_STEPS} micro-steps per rank" * (measure in ("memory", "training")), {}, ""
-    for row in rows_of(names[measure]):  # the time of a mode comes again after each round
+    details = f"{memory_profile.MICRO_STEPS} micro-steps per rank" if measure in ("memory", "training") else ""
+    rows, text = {}, ""
+    for row in rows_of(measure):
         rows[tuple(row.get(key) for key in ("world_size", "block_size", "mode", "point"))] = row
         if is_rank_0():
-            text = results.add(measure, title, list(rows.values()), details)
+            text = results.add(measure, TITLES[measure], list(rows.values()), details)
     print0(f"\n{text}")
     if used.type == "cuda" and not on_pretended_gpu:
         free, total = torch.cuda.mem_get_info(used)

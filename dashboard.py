@@ -74,10 +74,8 @@ def state_of(out_dir: str, facts: dict[str, Any]) -> str:
 def read(out_dirs: list[str]) -> list[Run]:
     """Return the runs in these folders, with names that say what differs."""
     facts = [read_facts(out_dir) for out_dir in out_dirs]
-    return [
-        Run(name, out_dir, fact, state_of(out_dir, fact), read_metrics(out_dir))
-        for name, out_dir, fact in zip(names(facts, out_dirs), out_dirs, facts, strict=True)
-    ]
+    found = zip(names(facts, out_dirs), out_dirs, facts, strict=True)
+    return [Run(name, out_dir, of, state_of(out_dir, of), read_metrics(out_dir)) for name, out_dir, of in found]
 
 
 def draw(out_dirs: list[str], html: str | None, png: str | None) -> None:
@@ -109,7 +107,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def arguments() -> argparse.Namespace:
-    """Return the parsed command line."""
+    """Return the parsed command line. Raise ValueError if it has nothing to draw or nowhere to write."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dirs", nargs="*", type=os.path.normpath, metavar="OUT_DIR", help="folder of a run")
     parser.add_argument("--html", metavar="FILE", help="write a page for the browser")
@@ -117,11 +115,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--wandb", action="store_true", help="save a workspace in wandb")
     parser.add_argument("--project", help="project of wandb, by default that of the first OUT_DIR")
     parser.add_argument("--entity", help="user or team of wandb, by default that of the login")
-    return parser.parse_args()
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raise ValueError if the command line has nothing to draw or nowhere to write."""
+    args = parser.parse_args()
     if not args.out_dirs and (args.html or args.png or not args.wandb):
         raise ValueError("no OUT_DIR is given; give the out_dir of at least one run of train.py")
     for out_dir in args.out_dirs:
@@ -133,12 +127,12 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"html={args.html} must be the path of a file that ends with .html")
     if args.png and os.path.isfile(args.png):
         raise ValueError(f"png={args.png} is a file; give the path of a folder")
+    return args
 
 
 def main() -> None:
     with exit_on_wrong_input():
         args = arguments()
-        check(args)
         if args.wandb:
             project = args.project or next((read_facts(out_dir).get("wandb_project") for out_dir in args.out_dirs), None)
             if project is None:

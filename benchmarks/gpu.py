@@ -55,100 +55,93 @@ class Part(NamedTuple):
 def parts(gpus: int, out: str) -> list[Part]:
     """Return the parts in the order of their importance. `out` is the folder in results/."""
     on_gpu = gpus > 0
-    alone = "nccl" if on_gpu else "gloo"
     tiny = ["--n_layer=4", "--n_head=4", "--n_embd=192", "--block_size=64"]
-    xl = ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--block_size=1024"] if on_gpu else tiny
     of_a_run = [name for name, mode in MODES.items() if mode.is_built and mode.overlap and not (mode.in_place or mode.hybrid)]
     if not on_gpu:  # where Newton-Schulz iterations take minutes without instructions for bfloat16
         of_a_run = [name for name in of_a_run if not MODES[name].muon]
     first = ["adamw", "adamw_in_place", "sharded", "codecs"]  # README has these
-    in_place = f"--modes={','.join([*first, *(name for name in of_a_run if name not in first)])}"
-    modes, rank_0_of_8 = f"--modes={','.join(of_a_run)}", "--simulate_world_size=8"
-
-    def bench(what: str, name: str, model: str, *arguments: str) -> list[str]:
-        sizes = [f"--model={model}", "--block_size=1024"] if on_gpu else [*tiny, "--vocab_size=512"]
-        return ["bench.py", f"--what={what}", f"--name={os.path.join(out, name)}", *sizes, *arguments]
+    in_place = f"--modes={','.join(dict.fromkeys([*first, *of_a_run]))}"
 
     def train(name: str, dataset: str, *arguments: str) -> list[str]:
         folder = f"--out_dir={os.path.join('out-bench', name)}"
         return ["train.py", f"--dataset={dataset}", folder, "--eval_iters=2", "--always_save_checkpoint=False", *arguments]
 
-    def fast(name: str, *arguments: str) -> list[str]:
+    def fast(name: str, limit_s: int, *arguments: str) -> Part:
         """A run whose speed and memory count, on random tokens of GPT-2's vocabulary. It writes no checkpoint."""
         numbers = ["--log_interval=10", "--eval_interval=1000", "--warmup_iters=20"]
-        return ["-m", "benchmarks.alone", *train(name, os.path.abspath(TOKENS), *numbers, *arguments)]
+        command = train(name, os.path.abspath(TOKENS), *numbers, *arguments)
+        return Part(name, limit_s, 0, ["-m", "benchmarks.alone", *command])
 
-    def right(name: str, *arguments: str) -> list[str]:
+    def right(name: str, ranks: int, *arguments: str, limit_s: int = 60, folder: str = "") -> Part:
         """A short run whose weights count."""
         sizes = ["--n_layer=4", "--n_head=4", "--n_embd=128", "--block_size=64", "--batch_size=12"]
         steps = ["--max_iters=20", "--eval_interval=20", "--log_interval=5", "--warmup_iters=2"]
-        return train(name, "stdlib_char", "--gradient_accumulation_steps=4", *sizes, *steps, *arguments)
+        numbers = ["--gradient_accumulation_steps=4", *sizes, *steps]
+        return Part(name, limit_s, ranks, train(folder or name, "stdlib_char", *numbers, *arguments))
+
+    def ordered(name: str, ranks: int, *arguments: str, exact: bool = False) -> Part:
+        """The same by benchmarks/exact.py."""
+        part = right(name, ranks, *arguments)
+        return part._replace(command=["-m", "benchmarks.exact", *part.command], exact=exact)
+
+    def bench(name: str, limit_s: int, model: str, *arguments: str, ranks: int = 0, folder: str = "", **of_part: Any) -> Part:
+        """A measure of bench.py, with which the name begins."""
+        sizes = [f"--model={model}", "--block_size=1024"] if on_gpu else [*tiny, "--vocab_size=512"]
+        flags = [f"--what={name.partition('-')[0]}", f"--name={os.path.join(out, folder or name)}", *sizes]
+        return Part(name, limit_s, ranks, ["bench.py", *flags, *arguments], **of_part)
 
     eager, compiled = "--compile=False", f"--compile={on_gpu}"
-    of_gpt2 = [
-        "--gradient_accumulation_steps=4",
-        *(["--max_iters=60"] if on_gpu else ["--max_iters=12", "--batch_size=2", *tiny]),
-    ]
-    of_xl = ["--gradient_accumulation_steps=2", "--batch_size=2", "--learning_rate=2e-4", compiled, *xl]
-    of_xl += ["--max_iters=200" if on_gpu else "--max_iters=4"]
-    all_flags = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8"]
-    all_flags += ["--activation_checkpointing=True", f"--loss_chunk={LOSS_CHUNK}"]
+    of_gpt2 = ["--gradient_accumulation_steps=4"]
+    of_gpt2 += ["--max_iters=60"] if on_gpu else ["--max_iters=12", "--batch_size=2", *tiny]
+    of_xl = ["--gradient_accumulation_steps=2", "--batch_size=2", "--learning_rate=2e-4", compiled]
+    of_xl += ["--n_layer=48", "--n_head=25", "--n_embd=1600", "--block_size=1024", "--max_iters=200"] if on_gpu else []
+    of_xl += [] if on_gpu else [*tiny, "--max_iters=4"]
+    codecs = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8"]
+    all_flags = [*codecs, "--activation_checkpointing=True", f"--loss_chunk={LOSS_CHUNK}"]
     checked = ["--shadow_check=5", "--grad_clip=0", eager]  # the weights are compared with those of the plain optimizer
     small_buckets = ["--dtype=float32", "--bucket_mb=0.3", *checked]
-    exact = ["-m", "benchmarks.exact"]
+    times = ["--batch_size=8", f"--modes={','.join(of_a_run)},fsdp2"]
     several = []
     if gpus > 1:
         # a sum over four ranks has another order than the plain optimizer's
-        hybrid = {
-            size: right(f"train-hybrid-{size}", f"--shard_size={size}", *small_buckets) for size in (1, 2) if 2 * size <= gpus
-        }
-        several = [Part(f"train-hybrid-{n}", 60, 2 * n, [*exact, *run], n == 1) for n, run in hybrid.items()]
+        for size in [size for size in (1, 2) if 2 * size <= gpus]:
+            flags = f"--shard_size={size}", *small_buckets
+            several.append(ordered(f"train-hybrid-{size}", 2 * size, *flags, exact=size == 1))
         name = f"time-{gpus}-nccl-ranks"
-        for suffix, variables in (("", {}), ("-high-priority", {"TORCH_NCCL_HIGH_PRIORITY": "1"})):  # of NCCL's streams
-            command = bench("time", name + suffix, "gpt2", "--batch_size=8", f"{modes},fsdp2")
-            several.append(Part(name + suffix, 150, gpus, command, variables=variables))
+        first_streams = {"TORCH_NCCL_HIGH_PRIORITY": "1"}
+        several.append(bench(name, 150, "gpt2", *times, ranks=gpus))
+        several.append(bench(f"{name}-high-priority", 150, "gpt2", *times, ranks=gpus, variables=first_streams))
+    rank_0_of_8 = "--simulate_world_size=8"
     return [
         # the speed and the memory of runs, as README promises them
-        Part("gpt2-compiled", 120, 0, fast("gpt2-compiled", *of_gpt2, compiled)),
-        Part("xl-all-flags", 210, 0, fast("xl-all-flags", *of_xl, "--batch_size=1", *all_flags)),
-        Part("xl-bfloat16", 150, 0, fast("xl-bfloat16", *of_xl, "--param_dtype=bfloat16")),
+        fast("gpt2-compiled", 120, *of_gpt2, compiled),
+        fast("xl-all-flags", 210, *of_xl, "--batch_size=1", *all_flags),
+        fast("xl-bfloat16", 150, *of_xl, "--param_dtype=bfloat16"),
         # waits for collectives, and memory that moves
-        Part("nccl-float32", 60, 1, [*exact, *right("nccl-float32", "--bias=True", *small_buckets)], exact=True),
-        Part("nccl-bfloat16", 60, 1, [*exact, *right("nccl-bfloat16", "--param_dtype=bfloat16", "--bucket_mb=0.3", *checked)]),
-        Part("nccl-muon", 60, 1, [*exact, *right("nccl-muon", "--optimizer=muon", *small_buckets)]),
+        ordered("nccl-float32", 1, "--bias=True", *small_buckets, exact=True),
+        ordered("nccl-bfloat16", 1, "--param_dtype=bfloat16", "--bucket_mb=0.3", *checked),
+        ordered("nccl-muon", 1, "--optimizer=muon", *small_buckets),
         Part("storage", 30, 0, ["-m", "benchmarks.storage"]),
-        Part("gpt2-eager", 60, 0, fast("gpt2-eager", *of_gpt2, eager)),
+        fast("gpt2-eager", 60, *of_gpt2, eager),
         *several,
-        Part(f"time-1-{alone}-rank", 150, 1, bench("time", "time", "gpt2", "--batch_size=8", f"{modes},fsdp2")),
+        bench(f"time-1-{'nccl' if on_gpu else 'gloo'}-rank", 150, "gpt2", *times, ranks=1, folder="time"),
         # beside xl-bfloat16: float32 weights, and float32 sums of gradients, with the losses of 200 iterations
-        Part("xl-float32", 150, 0, fast("xl-float32", *of_xl)),
-        Part(
-            "xl-shard-gradients", 150, 0, fast("xl-shard-gradients", *of_xl, "--param_dtype=bfloat16", "--shard_gradients=True")
-        ),
+        fast("xl-float32", 150, *of_xl),
+        fast("xl-shard-gradients", 150, *of_xl, "--param_dtype=bfloat16", "--shard_gradients=True"),
         # what rank 0 of 8 takes
-        Part("memory-xl", 240, 0, bench("memory", "memory-xl", "gpt2-xl", "--batch_size=2", in_place, rank_0_of_8, compiled)),
-        Part("memory-gpt2", 150, 0, bench("memory", "memory-gpt2", "gpt2", "--batch_size=12", in_place, rank_0_of_8, compiled)),
-        Part(
-            "memory-fsdp2",
-            60,
-            0,
-            bench("memory", "memory-fsdp2", "gpt2-xl", "--batch_size=2", "--modes=sharded,fsdp2", rank_0_of_8),
-        ),
+        bench("memory-xl", 240, "gpt2-xl", "--batch_size=2", in_place, rank_0_of_8, compiled),
+        bench("memory-gpt2", 150, "gpt2", "--batch_size=12", in_place, rank_0_of_8, compiled),
+        bench("memory-fsdp2", 60, "gpt2-xl", "--batch_size=2", "--modes=sharded,fsdp2", rank_0_of_8),
         # two ranks: with NCCL if each has its own GPU, otherwise with gloo
-        Part("train-float32", 60, 2, [*exact, *right("train-float32", "--bias=True", *small_buckets)], exact=True),
-        Part("train-codecs", 60, 2, right("train-codecs", *all_flags[:2], *checked)),
-        Part("train-muon", 60, 2, [*exact, *right("train-muon", "--optimizer=muon", *small_buckets)]),
-        Part(
-            "train-float16",
-            60,
-            2,
-            right("train-float16", "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", *checked),
-        ),
-        Part("train-saved", 60, 2, right("train-saved", "--dtype=float32", "--always_save_checkpoint=True", eager)),
-        Part("train-resumed", 60, 1, right("train-saved", "--dtype=float32", "--init_from=resume", "--max_iters=25", eager)),
-        Part("memory-2-ranks", 120, 2, bench("memory", "memory-2-ranks", "gpt2-medium", "--modes=adamw,sharded,codecs")),
-        Part("profile", 90, 0, fast("profile", *of_gpt2, "--max_iters=12", "--profile=True", eager)),
-        Part("train-compiled", 120, 2, right("train-compiled", "--compile=True")),
+        ordered("train-float32", 2, "--bias=True", *small_buckets, exact=True),
+        right("train-codecs", 2, *codecs, *checked),
+        ordered("train-muon", 2, "--optimizer=muon", *small_buckets),
+        right("train-float16", 2, "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", *checked),
+        right("train-saved", 2, "--dtype=float32", "--always_save_checkpoint=True", eager),
+        right("train-resumed", 1, "--dtype=float32", "--init_from=resume", "--max_iters=25", eager, folder="train-saved"),
+        bench("memory-2-ranks", 120, "gpt2-medium", "--modes=adamw,sharded,codecs", ranks=2),
+        fast("profile", 90, *of_gpt2, "--max_iters=12", "--profile=True", eager),
+        right("train-compiled", 2, "--compile=True", limit_s=120),
     ]
 
 
@@ -163,32 +156,26 @@ def write_tokens() -> None:
 def run(part: Part, limit_s: float, folder: str) -> tuple[str, float]:
     """Run a part, write its output to a file, and return its result and its seconds."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]  # its name may have no address
-    torchrun = [*torchrun, f"--nproc_per_node={part.ranks}"] if part.ranks else []
-    command = [os.path.join(ROOT, word) if word in ("train.py", "bench.py") else word for word in part.command]
+    words = [*torchrun, f"--nproc_per_node={part.ranks}", *part.command] if part.ranks else part.command
+    command = [os.path.join(ROOT, word) if word in ("train.py", "bench.py") else word for word in words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, **part.variables}
     begin = time.monotonic()
     path = os.path.join(folder, f"{part.name}.txt")
     with open(path, "w") as file:
-        file.write(f"$ python {' '.join([*torchrun, *part.command])}\n\n")
-        file.flush()
-        process = subprocess.Popen(
-            [sys.executable, *torchrun, *command],
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        print(f"$ python {' '.join(words)}\n", file=file, flush=True)
+        out: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen([sys.executable, *command], env=environment, **out)
         try:
             code = process.wait(limit_s)
             result = f"failed with exit code {code}, see {path}" if code else "ok"
         except subprocess.TimeoutExpired:
+            result = f"did not end within {limit_s:.0f} s"
             process.terminate()  # torchrun ends its ranks, which have sessions of their own
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-            except subprocess.TimeoutExpired:
+            if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            result = f"did not end within {limit_s:.0f} s"
     with open(path) as file:
         lines = {start: line.strip() for line in file for start in SHOWN if line.startswith(start)}
     if result == "ok" and part.exact and "bit-identical to plain AdamW" not in lines.get("shadow check: ", ""):
@@ -222,7 +209,6 @@ class Record:
         self._path = os.path.join(self.folder, "parts.json")
         self.parts: dict[str, dict[str, Any]] = {}
         os.makedirs(self.folder, exist_ok=True)
-        os.makedirs("out-bench", exist_ok=True)
         if os.path.exists(self.archive) and not os.path.exists(self._path):
             with tarfile.open(self.archive) as archive:
                 archive.extractall(filter="data")
@@ -232,8 +218,7 @@ class Record:
 
     def is_ok(self, part: Part) -> bool:
         """Return whether it has succeeded, in this call or an earlier one."""
-        known = self.parts.get(part.name, {})
-        return known.get("result", "").startswith("ok")
+        return self.parts.get(part.name, {"result": ""})["result"].startswith("ok")
 
     def add(self, part: Part, result: str, seconds: float) -> str:
         """Write the result of a part, and return its line."""
@@ -250,10 +235,9 @@ class Record:
 
     def _pack(self) -> None:
         """Pack the results, and of the runs the metrics, the report and the profile: the smallest files first."""
-        found = [path for path in glob.glob(f"{self.folder}/**", recursive=True) if os.path.isfile(path)]
-        for name in self.parts:
-            folder = os.path.join("out-bench", name)
-            found += [path for kind in ("metrics.jsonl", "report.md", "profile/*") for path in glob.glob(f"{folder}/{kind}")]
+        kinds = "metrics.jsonl", "report.md", "profile/*"
+        patterns = [f"{self.folder}/**", *(f"out-bench/{name}/{kind}" for name in self.parts for kind in kinds)]
+        found = [path for pattern in patterns for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
         with atomic_write(self.archive) as path, tarfile.open(path, "w:gz") as archive:
             for each in sorted(found, key=os.path.getsize):
                 if archive.offset + os.path.getsize(each) < ARCHIVE_BYTES:

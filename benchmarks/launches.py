@@ -9,7 +9,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -27,9 +27,8 @@ from zero.reducer import Reducer
 
 XL = GPTConfig(block_size=20, vocab_size=1048, n_layer=48, n_head=1, n_embd=32, bias=False)  # a fiftieth of its widths
 XL_BUCKET_MB = 0.0629  # in float32; 40 buckets, as XL has
-TIMED: list[tuple[type, str, str]] = [
-    (Reducer, hook, "hooks") for hook in ("_on_output_gradient", "on_gradient", "_end_backward")
-]
+HOOKS = "_on_output_gradient", "on_gradient", "_end_backward"
+TIMED: list[tuple[type, str, str]] = [(Reducer, hook, "hooks") for hook in HOOKS]
 TIMED += [(ShardedOptimizer, "clip_grad_norm_", "clip"), (ShardedOptimizer, "step", "step")]
 PHASES = ("forward", "backward", "hooks", "clip", "update")
 
@@ -45,7 +44,7 @@ def launch_rows(setup: Setup, modes: list[str], world_size: int) -> Iterator[dic
 
 
 def _counted(setup: Setup, mode: str, world_size: int) -> dict[str, int]:
-    with pretended_world(world_size) as gpu:
+    with simulated_world(world_size), PretendedGPU() as gpu:
         contender = Contender(setup, MODES[mode]).wrap()
         optimizer, scaler = contender.optimizer, ShardedGradScaler(DEVICE.type, enabled=setup.dtype == "float16")
         guard = Guard(optimizer, scaler, limit=1, alert=print)
@@ -67,53 +66,29 @@ def _counted(setup: Setup, mode: str, world_size: int) -> dict[str, int]:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    launches = dict.fromkeys(PHASES, 0)
-    for (phase, _), count in gpu.launches.items():
-        launches[phase] += count
+    launches = {of: sum(count for (phase, _), count in gpu.launches.items() if phase == of) for of in PHASES}
     collectives = sum(count for (_, name), count in gpu.launches.items() if name.startswith("c10d."))
     return {**launches, "launches": gpu.launches.total(), "collectives": collectives, "waits": gpu.waits.total()}
-
-
-class _Absent:
-    """In place of DistributedDataParallel: the module itself."""
-
-    def __new__(cls, module: torch.nn.Module, **_: Any) -> Any:
-        return module
-
-
-@contextmanager
-def pretended_world(world_size: int) -> Iterator[PretendedGPU]:
-    """Be rank 0 of a world on pretended GPUs. Its DistributedDataParallel is absent, because it cannot hold fake tensors."""
-    with (
-        mock.patch("zero.build.DistributedDataParallel", _Absent),
-        mock.patch("benchmarks.contenders.DistributedDataParallel", _Absent),
-        simulated_world(world_size),
-        PretendedGPU() as gpu,
-    ):
-        yield gpu
 
 
 def host_ms(name: str) -> dict[str, float]:
     """Return the time of the host in a mode, whose buckets travel as on a GPU; with shard_gradients in a second micro-step."""
     mode, seconds, measured = MODES[name], defaultdict[str, float](float), []
 
-    def timed(owner: Any, function: str, phase: str) -> Any:
-        original = getattr(owner, function)
-
+    def timed(original: Any, phase: str) -> Any:
         def call(*args: Any) -> Any:
             begin = time.thread_time()
             result = original(*args)
             seconds[phase] += time.thread_time() - begin
             return result
 
-        return mock.patch.object(owner, function, call)
+        return call
 
     bucket_mb = XL_BUCKET_MB / (2 if mode.lowers_weights else 1)
-    with ExitStack() as stack:
-        stack.enter_context(simulated_world(8))
-        stack.enter_context(mock.patch("zero.collectives.is_on_cpu", torch.is_complex))  # of any: no
-        for function in TIMED:
-            stack.enter_context(timed(*function))
+    # no bucket is on a CPU, as nothing is complex
+    with simulated_world(8), mock.patch("zero.collectives.is_on_cpu", torch.is_complex), ExitStack() as stack:
+        for owner, function, phase in TIMED:
+            stack.enter_context(mock.patch.object(owner, function, timed(getattr(owner, function), phase)))
         contender = Contender(Setup(XL, 1, torch.device("cpu"), "float32", bucket_mb, 1.0, False, 0), mode).wrap()
         for _ in range(25):
             if mode.flags.shard_gradients:

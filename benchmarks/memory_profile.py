@@ -3,9 +3,10 @@
 import ctypes
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from operator import itemgetter
 from typing import Any, get_args
 from unittest import mock
 
@@ -147,23 +148,25 @@ def broadcasts_free_their_copies() -> Iterator[None]:
         yield
 
 
-def memory_rows(setup: Setup, modes: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield one row per mode and point, from the rank that holds the most at this point. Needs to be called on all ranks."""
-    for mode in modes:
-        by_rank = gather_objects(MemoryProfile(setup, MODES[mode]).measure())
-        fullest = {point: max((each[point] for each in by_rank), key=lambda rank: rank["total"]) for point in by_rank[0]}
-        yield from _rows(setup, mode, dist.get_world_size(), fullest)
+def memory_rows(setup: Setup, modes: list[str], simulated_world_size: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield one row per mode and point, from the rank that holds the most at this point. Needs to be called on all ranks.
 
-
-def _rows(setup: Setup, mode: str, world_size: int, points: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of a mode, with figures in the order of the table."""
-    rows, prediction = [], predicted_totals(setup, MODES[mode], world_size)
-    for point, figures in points.items():
-        predicted, total = prediction.get(point), figures["total"]
-        off = None if predicted is None else 100 * (predicted / max(1, total) - 1)
-        parts = {part: figures.get(part) for part in (*PURPOSES, "activations", "copy", "rest")}
-        rows.append({"mode": mode, "point": point, "total": total, "predicted": predicted, "off by, %": off, **parts})
-    return rows
+    With `simulated_world_size`, it is rank 0 of so many, of which the others do not exist; call it without a process group.
+    PyTorch's fake process group takes the place of the communication, so the steps compute with wrong gradients, but take
+    real memory.
+    """
+    for name in modes:
+        mode, first = MODES[name], {"world_size": simulated_world_size} if simulated_world_size else {}
+        with simulated_world(simulated_world_size) if simulated_world_size else nullcontext():
+            own = MemoryProfile(setup, mode).measure(can_save=not simulated_world_size)
+            by_rank = [own] if simulated_world_size else gather_objects(own)
+            prediction = predicted_totals(setup, mode, dist.get_world_size())
+        for point in own:
+            figures = max((points[point] for points in by_rank), key=itemgetter("total"))
+            predicted, total = prediction.get(point), figures["total"]
+            off = None if predicted is None else 100 * (predicted / max(1, total) - 1)
+            parts = {part: figures.get(part) for part in (*PURPOSES, "activations", "copy", "rest")}
+            yield {**first, "mode": name, "point": point, "total": total, "predicted": predicted, "off by, %": off, **parts}
 
 
 def predicted_totals(setup: Setup, mode: Mode, world_size: int) -> dict[str, int]:
@@ -180,18 +183,6 @@ def predicted_totals(setup: Setup, mode: Mode, world_size: int) -> dict[str, int
         "saving": forecast.saving_peak,
         "peak": held.peak_of_training(forecast.activations),
     }
-
-
-def simulated_rows(setup: Setup, modes: list[str], world_size: int) -> Iterator[dict[str, Any]]:
-    """Yield one row per mode and point, measured on rank 0 of a world whose other ranks do not exist.
-
-    PyTorch's fake process group takes the place of the communication, so the steps compute with wrong gradients, but take
-    real memory. Call it without a process group.
-    """
-    for mode in modes:
-        with simulated_world(world_size):
-            points = MemoryProfile(setup, MODES[mode]).measure(can_save=False)
-            yield from [{"world_size": world_size, **row} for row in _rows(setup, mode, world_size, points)]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as _of_utils
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,15 +32,8 @@ DEVICE = torch.device("cuda:0")
 _LIBRARY = "pretended_gpu.so"
 _ZERO = os.path.dirname(zero.__file__)
 _ATEN = torch.ops.aten
-_NO_LAUNCH = {
-    _ATEN._unsafe_view,
-    _ATEN.empty,
-    _ATEN.empty_like,
-    _ATEN.empty_strided,
-    _ATEN.new_empty,
-    _ATEN.new_empty_strided,
-    torch.ops.prim.device,
-}
+_EMPTY = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
+_NO_LAUNCH = {*_EMPTY, _ATEN._unsafe_view, torch.ops.prim.device}
 _COPIES = {_ATEN._to_copy.default: 0, _ATEN.copy_.default: 1}  # between devices; where their source is among the arguments
 _AT_ONCE = 2**16  # bytes that CUDA copies from pageable memory to the GPU without a wait; it may wait for more
 
@@ -53,27 +47,21 @@ def run_preloaded(command: Sequence[str], **options: Any) -> subprocess.Complete
     """Run Python with these arguments in a process that has the library. `options`: of subprocess.run.
 
     Raises:
-        ValueError: with the reason why the library cannot be built.
+        ValueError: with the reason why the library, which claims the device, cannot be built.
     """
+    root = os.path.dirname(torch.__file__)
+    compiler = ["c++", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", f"{os.path.splitext(__file__)[0]}.cpp"]
+    compiler += [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, _LIBRARY)
-        _build(path)
-        environment = {**os.environ, "LD_PRELOAD": path}
-        return subprocess.run([sys.executable, *command], env=environment, text=True, **options)
-
-
-def _build(path: str) -> None:
-    """Build the library that claims the device."""
-    root = os.path.dirname(torch.__file__)
-    lib = os.path.join(root, "lib")
-    command = ["c++", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", f"{os.path.splitext(__file__)[0]}.cpp", "-o", path]
-    command += [f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch_cpu", "-lc10"]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise ValueError("a pretended GPU needs a C++ compiler; install one, as c++") from error
-    except subprocess.CalledProcessError as error:
-        raise ValueError(f"a pretended GPU does not fit torch {torch.__version__}: {error.stderr.splitlines()[0]}") from error
+        try:
+            subprocess.run([*compiler, "-o", path], check=True, capture_output=True, text=True)
+        except FileNotFoundError as error:
+            raise ValueError("a pretended GPU needs a C++ compiler; install one, as c++") from error
+        except subprocess.CalledProcessError as error:
+            reason = error.stderr.splitlines()[0]
+            raise ValueError(f"a pretended GPU does not fit torch {torch.__version__}: {reason}") from error
+        return subprocess.run([sys.executable, *command], env={**os.environ, "LD_PRELOAD": path}, text=True, **options)
 
 
 class PretendedGPU(TorchDispatchMode):
@@ -175,6 +163,7 @@ def _pretend(gpu: PretendedGPU) -> None:
         (_Event, "synchronize", gpu.wait),
         (torch.nn.functional, "scaled_dot_product_attention", _attention),
         (dist, "all_gather_object", _all_gather_object),
+        (DistributedDataParallel, "__new__", lambda _, module, **__: module),  # it cannot hold fake tensors
         (FakeTensor, "data_ptr", _address),
         (FakeTensor, "data", property(_DATA.__get__, _set_data)),
         (torch.nn.Module, "to", _to),

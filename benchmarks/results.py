@@ -15,7 +15,7 @@ from charts.style import MEMORY, save, table
 from zero.checkpoint.files import atomic_write
 
 IN_BYTES = ("total", "predicted", "peak", *MEMORY)  # the tables show them in MB
-FORMS = {"largest difference": "{:.1g}", "ratio": "{:.3f}x"}
+FORMS = {"largest difference": "{:.1g}", "ratio": "{:.3f}x", "ratio, quartiles": "{:.3f} to {:.3f}"}
 HIDDEN = ("rounds, ms", "losses")  # in results.json only
 CHARTS: dict[str, Callable[..., Any]] = {"memory": memory_chart, "time": time_chart, "training": training_chart}
 
@@ -35,15 +35,12 @@ def _cell(column: str, value: Any) -> str:
     if value is None:
         return ""
     if column in FORMS:
-        return FORMS[column].format(value)
-    if column == "ratio, quartiles":
-        return " to ".join(f"{quartile:.3f}" for quartile in value)
+        return FORMS[column].format(*value if isinstance(value, list) else [value])
     if column in IN_BYTES:
         return f"{value / 1e6:.1f}"
     if isinstance(value, float):
-        if column.endswith("%"):
-            return f"{round(value, 1) + 0:.1f}"  # no -0.0
-        return f"{value:.1f}" if column.endswith(", ms") or "MB" in column or column == "ms per step" else f"{value:.3f}"
+        is_rough = column.endswith(("%", ", ms")) or "MB" in column or column == "ms per step"
+        return f"{round(value, 1) + 0:.1f}" if is_rough else f"{value:.3f}"  # no -0.0
     return str(value)
 
 
@@ -71,10 +68,8 @@ class Results:
         if self.folder:
             setup = ", ".join(filter(None, [self.description["setup"], details]))
             self.content[measure] = {**self.description, "setup": setup, "rows": rows}
-            for name, content in (
-                (f"{measure}.txt", f"{self.title}\n\n{text}\n"),
-                ("results.json", json.dumps(self.content, indent=1)),
-            ):
+            written = {f"{measure}.txt": f"{self.title}\n\n{text}\n", "results.json": json.dumps(self.content, indent=1)}
+            for name, content in written.items():
                 with atomic_write(str(self.folder / name)) as path:
                     Path(path).write_text(content)
         return text

@@ -3,7 +3,7 @@
 import glob
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -56,7 +56,7 @@ class TimedContender:
         self.contender = Contender(setup, mode).wrap()
         self.on_gpu = setup.device.type == "cuda"
         self.communication = CommunicationMeter(self.contender.model, self.contender.optimizer)
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._seconds: dict[str, float] = {}  # by part
 
     def turn(self, steps: int) -> dict[str, float]:
         """Run a few steps and return milliseconds per step and megabytes sent per rank and step, counted on this machine.
@@ -67,32 +67,28 @@ class TimedContender:
         """
         dist.barrier()
         self._seconds = dict.fromkeys(PARTS, 0.0)
-        local, remote = sent_bytes()
-        begin = time.perf_counter()
+        before, begin = sent_bytes(), time.perf_counter()
+        step: Callable[[], Any] = self.contender.step if self.on_gpu else self._step
         for _ in range(steps):
-            if self.on_gpu:
-                self.contender.step()
-            else:
-                self._step()
+            step()
         waited = self._waited()
         self.contender.wait()
         self._seconds[EXPOSED] += self._waited() - waited
-        whole = (time.perf_counter() - begin) / steps
+        figures = {"ms per step": 1000 * (time.perf_counter() - begin) / steps}
         dist.barrier()
-        local, remote = (now - before for now, before in zip(sent_bytes(), (local, remote), strict=True))
+        local, remote = (now - earlier for now, earlier in zip(sent_bytes(), before, strict=True))
         if self.on_gpu:
             self._seconds = dict.fromkeys(PARTS, 0.0)
             self._step()
         if self.contender.mode.fully_shard is not None:  # FSDP2 does not report how long it waits
             del self._seconds[EXPOSED]
         timed_steps = 1 if self.on_gpu else steps
-        figures = {"ms per step": whole * 1000}
-        figures |= {f"{part}, ms": seconds * 1000 / timed_steps for part, seconds in self._seconds.items()}
+        figures |= {f"{part}, ms": 1000 * seconds / timed_steps for part, seconds in self._seconds.items()}
         if dist.get_backend() == "gloo":
             launch = launched()
             on_several = launch.local_world_size < launch.world_size
             share = steps * launch.local_world_size * 1e6
-            figures["MB sent"] = (local + (remote if on_several else 0)) / share
+            figures["MB sent"] = (local + on_several * remote) / share
             if on_several:
                 figures["MB to other machines"] = remote / share
         return figures

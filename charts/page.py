@@ -28,6 +28,7 @@ def page(runs: Sequence[Run], drawn: Mapping[str, list[Any]]) -> str:
     with open(os.path.join(os.path.dirname(__file__), "page.html"), encoding="utf-8") as file:
         template = Template(file.read())
     facts = in_common([run.facts for run in runs])
+    content = {"names": [run.name for run in runs], "charts": charts, "config": CONFIG, "actions": ACTIONS}
     return template.substitute(
         title=escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
         subtitle=escape(", ".join([*facts, time.strftime("drawn %Y-%m-%d %H:%M")])),
@@ -35,7 +36,7 @@ def page(runs: Sequence[Run], drawn: Mapping[str, list[Any]]) -> str:
         library=_library(),
         table=table(runs),
         places="\n".join(f'<div id="chart{place}"></div>' for place in range(len(charts))),
-        page=_in_a_script({"names": [run.name for run in runs], "charts": charts, "config": CONFIG, "actions": ACTIONS}),
+        page=json.dumps(content, separators=(",", ":")).replace("<", "\\u003c"),  # the name of a run cannot end the script
     )
 
 
@@ -44,11 +45,6 @@ def _library() -> str:
     import vl_convert
 
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")  # takes seconds
-
-
-def _in_a_script(value: Any) -> str:
-    """Return JSON in which the name of a run cannot end the script."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _embedded(chart: Any) -> dict[str, Any]:
@@ -62,7 +58,7 @@ def table(runs: Sequence[Run]) -> str:
     """Return the table at the top of the page, with the best figure of each column in bold."""
     is_one_kind = len({run.on_gpu for run in runs}) == 1
     has_same_data = len({run.facts["dataset"] for run in runs if "dataset" in run.facts}) <= 1  # as far as it is known
-    columns: dict[str, list[str]] = {}
+    figures: dict[str, list[str]] = {}  # the cells of a column by its name
     for name, key, figure_of, text_of, best_of in (
         ("best validation loss", "val/loss", min, "{:.4f}".format, min if has_same_data else None),
         ("tokens per second", "throughput/tokens_per_second", median, number, max),
@@ -71,17 +67,19 @@ def table(runs: Sequence[Run]) -> str:
         ("wall time", "time/elapsed_s", latest, lambda seconds: str(timedelta(seconds=round(seconds))), None),
     ):
         if any(values := [run.get(key, figure_of) for run in runs]):
-            columns[name] = _column(values, text_of, best_of)
+            figures[name] = _column(values, text_of, best_of)
     differ = [", ".join(texts.values()) for texts in differences([run.facts for run in runs])]
-    heads = ["run", *(["what differs"] if any(differ) else []), "state"]
-    rows = ["".join(f"<th>{head}</th>" for head in heads) + "".join(f'<th class="number">{name}</th>' for name in columns)]
-    for place, run in enumerate(runs):
-        row = f'<td class="run"><button>{_mark(place)}<span>{escape(run.folder)}</span></button></td>'
-        row += f'<td class="differs">{escape(differ[place])}</td>' if any(differ) else ""
-        row += f'<td class="{"bad" if run.state in ("killed", "failed") else ""}">{escape(state(run))}</td>'
-        rows.append(row + "".join(cells[place] for cells in columns.values()))
-    body = "".join(f'<tr data-run="{place}">{row}</tr>' for place, row in enumerate(rows[1:]))
-    return f'<table class="runs"><thead><tr>{rows[0]}</tr></thead><tbody>{body}</tbody></table>'
+    places = enumerate(escape(run.folder) for run in runs)
+    texts = {"run": [f'<td class="run"><button>{_mark(place)}<span>{folder}</span></button></td>' for place, folder in places]}
+    if any(differ):
+        texts["what differs"] = [f'<td class="differs">{escape(text)}</td>' for text in differ]
+    texts["state"] = [
+        f'<td class="{"bad" if run.state in ("killed", "failed") else ""}">{escape(state(run))}</td>' for run in runs
+    ]
+    head = "".join([*(f"<th>{name}</th>" for name in texts), *(f'<th class="number">{name}</th>' for name in figures)])
+    rows = enumerate(zip(*texts.values(), *figures.values(), strict=True))
+    body = "".join(f'<tr data-run="{place}">{"".join(cells)}</tr>' for place, cells in rows)
+    return f'<table class="runs"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def state(run: Run) -> str:

@@ -6,7 +6,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from charts.differences import Facts
-from charts.style import PICKED, alt
+from charts.style import PICKED, alt, scale_of
 from run.metrics import is_of_part
 
 MOST_POINTS = 1000  # of a curve in a chart; more than it has pixels
@@ -59,13 +59,16 @@ def rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def by_run(dashes: Sequence[Sequence[int]], opaque: float = 1) -> dict[str, Any]:
-    """Return the encodings in which each run has its colour and these dashes, and fades when others are highlighted."""
-    places = list(range(len(dashes)))
-    colours = alt.Scale(domain=places, range=[look(position)[0] for position in places])
+def by_run(count: int, dashes: Mapping[int, list[int]] = {}, opaque: float = 1) -> dict[str, Any]:
+    """Return the encodings in which each of `count` runs has its look, and fades when others are highlighted.
+
+    `dashes`: of runs that have others, by their positions.
+    """
+    colours = {position: look(position)[0] for position in range(count)}
+    dashed = {position: dashes.get(position, look(position)[1]) for position in range(count)}
     return {
-        "color": alt.Color("run:N", scale=colours, legend=None),
-        "strokeDash": alt.StrokeDash("run:N", scale=alt.Scale(domain=places, range=list(dashes)), legend=None),
+        "color": alt.Color("run:N", scale=scale_of(colours), legend=None),
+        "strokeDash": alt.StrokeDash("run:N", scale=scale_of(dashed), legend=None),
         "opacity": opacity(opaque),
     }
 

@@ -6,7 +6,7 @@ Only `save` writes: style.save(bars.time_chart(rows, "GPT-2 124M"), "results/tim
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero.checkpoint.files import atomic_write
@@ -81,6 +81,11 @@ def styled(chart: Any, text: str, **title: Any) -> Any:
     """Return the chart with a title, and with the fonts, colours and spacing that all charts share."""
     params = [alt.VariableParameter(**param) for param in PARAMS]
     return chart.properties(title=alt.TitleParams(text, **title), params=params).configure(**CONFIG)
+
+
+def scale_of(looks: Mapping[Any, Any]) -> Any:
+    """Return the scale in which each key has its colour or its dashes."""
+    return alt.Scale(domain=list(looks), range=list(looks.values()))
 
 
 def dashes(count: int) -> list[list[int]]:

@@ -14,15 +14,6 @@ NAME, X_AXIS = "nanoGPT with ZeRO-1", "iter"  # NAME is the title of the workspa
 _COLOURS = {name: MODES[name].colour for name in ("adamw", "torch", "sharded")}  # of the runs of an implementation
 
 
-def panels_of(section: str) -> dict[str, list[Metric]]:
-    """Return the titles of the panels of a section, and the metrics of each."""
-    found: dict[str, list[Metric]] = {}
-    for metric in SECTIONS[section]:
-        if metric.chart:
-            found.setdefault(metric.chart, []).append(metric)
-    return found | ({"Optimizer state, MB": [METRICS["memory/optimizer_state_mb"]]} if section == "Summary" else {})
-
-
 def publish(project: str, entity: str | None) -> str:
     """Save a new workspace in wandb, and return its URL.
 
@@ -44,16 +35,16 @@ def publish(project: str, entity: str | None) -> str:
     except ImportError as error:
         raise ImportError(f"--wandb needs wandb-workspaces ({error}); pip install -e '.[dashboard]'") from error
     workspace = ws.Workspace(entity=_owner(wandb, project, entity), project=project, name=NAME)
+    panels = {name: _panels(wr, name) for name, metrics in SECTIONS.items() if metrics}
     workspace.sections = [
         ws.Section(
             name=name,
-            panels=_panels(wr, name),
+            panels=of_section,
             is_open=True,
-            layout_settings=ws.SectionLayoutSettings(columns=3, rows=math.ceil(len(panels_of(name)) / 3)),
+            layout_settings=ws.SectionLayoutSettings(columns=3, rows=math.ceil(len(of_section) / 3)),
             panel_settings=ws.SectionPanelSettings(x_axis=X_AXIS, smoothing_type="none"),
         )
-        for name, metrics in SECTIONS.items()
-        if metrics
+        for name, of_section in panels.items()
     ]
     workspace.settings = ws.WorkspaceSettings(x_axis=X_AXIS, smoothing_type="none")
     workspace.runset_settings = ws.RunsetSettings(groupby=[expr.Config("implementation")], group_colors=_COLOURS)
@@ -84,8 +75,14 @@ def _owner(wandb: Any, project: str, entity: str | None) -> str:
 
 def _panels(wr: Any, name: str) -> list[Any]:
     """Return the panels of a section: curves over the iterations, bars of what a run logs once, or a table of texts."""
+    charts: dict[str, list[Metric]] = {}  # by their titles
+    for metric in SECTIONS[name]:
+        if metric.chart:
+            charts.setdefault(metric.chart, []).append(metric)
+    if name == "Summary":
+        charts["Optimizer state, MB"] = [METRICS["memory/optimizer_state_mb"]]
     found: list[Any] = []
-    for title, metrics in panels_of(name).items():
+    for title, metrics in charts.items():
         keys: list[Any] = [metric.key for metric in metrics]
         if metrics[0].unit == "text":
             found.append(wr.WeavePanelSummaryTable(table_name=keys[0], layout=wr.Layout(w=24, h=12)))

@@ -7,7 +7,6 @@ import runpy
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from torch._subclasses import fake_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy import make_toy
 
-from benchmarks import gpu, launches, pretended_gpu
+from benchmarks import gpu, pretended_gpu
 from benchmarks.alone import shard_alone
+from benchmarks.memory_profile import simulated_world
 from benchmarks.pretended_gpu import DEVICE, PretendedGPU, run_preloaded
 from run import hooks
 from zero import ShardedGradScaler, ShardedOptimizer
@@ -79,7 +79,7 @@ def what_it_notices():
 
 def train(flags, muon, saved=None):
     """Iterations of rank 0 of 8 with frozen, tied and unused parameters, scaled for float16: waits of the last, the state."""
-    with launches.pretended_world(8) as gpu:
+    with simulated_world(8), PretendedGPU() as gpu:
         with DEVICE:
             module = make_toy()
         model, optimizer = build(module, module.param_groups(muon), flags, device=DEVICE, overlap=[module.hidden], lr=0.01)
@@ -138,7 +138,7 @@ class Stream:
 def several_streams():
     """What streams wait for if gradients arrive on several, and waits of the host at the end."""
     first, second, third, fourth = streams = [Stream() for _ in range(4)]
-    with launches.pretended_world(2) as gpu:
+    with simulated_world(2), PretendedGPU() as gpu:
         first.do("what had the memory before", torch.ones, 1)
         with DEVICE:
             module = make_toy()
@@ -163,7 +163,7 @@ def several_streams():
 
 def waits_of_rounding():
     """Waits of the host in an update whose steps are counted on the CPU, and whose state is rounded at random."""
-    with launches.pretended_world(8) as gpu:
+    with simulated_world(8), PretendedGPU() as gpu:
         params = [torch.nn.Parameter(torch.ones(70, device=DEVICE))]
         optimizer = ShardedOptimizer(params, torch.optim.RMSprop, lr=0.01, state_dtype="bfloat16")
         for _ in range(3):  # the first two compare gradients
@@ -208,8 +208,7 @@ def run_part(name):
     if "benchmarks.alone" in part.command:
         shard_alone()
     sys.argv = [*(argument.removesuffix(",fsdp2") for argument in command), *own, "--device=cuda"]
-    absent = mock.patch("zero.build.DistributedDataParallel", launches._Absent)
-    with absent, mock.patch("benchmarks.contenders.DistributedDataParallel", launches._Absent), PretendedGPU() as counted:
+    with PretendedGPU() as counted:
         pretended_gpu._Event.elapsed_time = lambda *_: 1.0
         phase, read, finish = hooks.Run.phase, hooks.Run.read_figures, hooks.finish
 

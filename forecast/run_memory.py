@@ -42,7 +42,7 @@ class Forecast:
     @property
     def peak(self) -> int:
         """Peak bytes while training."""
-        return self.prediction.peak(self.activations)
+        return max(self.prediction.construction, self.prediction.peak_of_training(self.activations))
 
     @property
     def saving_peak(self) -> int:

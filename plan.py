@@ -159,8 +159,7 @@ def description(planner: Planner) -> str:
     """Return what is planned, in a line."""
     settings = planner.settings
     return (
-        f"{planner.numel / 1e6:.1f}M parameters, {planner.dtype} on {planner.device_type}, "
-        f"--compile={settings['compile']}, "
+        f"{planner.numel / 1e6:.1f}M parameters, {planner.dtype} on {planner.device_type}, --compile={settings['compile']}, "
         f"{settings['batch_size']} x {planner.config.block_size} tokens per micro-step, "
         f"{settings['gradient_accumulation_steps']} micro-steps per iteration, all ranks together"
     )

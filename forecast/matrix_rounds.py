@@ -1,18 +1,19 @@
-"""What Muon costs a rank: the elements that it exchanges in each round. Arithmetic only."""
+"""What Muon costs a rank: the elements that it exchanges in each round, and the FLOPs of its matrices. Arithmetic only."""
 
 from collections import Counter
 from typing import NamedTuple
 
-from zero.muon.matrices import MatrixPlan
+from zero.muon.matrices import MatrixPlan, iteration_flops
 
 
 class RoundSizes(NamedTuple):
-    """Numbers of elements of the matrices that a rank exchanges in one round."""
+    """Numbers of elements of the matrices that a rank exchanges in one round, and what it computes."""
 
     held: int = 0  # in its shards
     received: int = 0  # of the matrices that it owns, also from itself
     kept: int = 0  # in its shards, of the matrices that it owns
     temporary: int = 0  # at most in tensors of the iterations
+    iteration_flops: int = 0  # of a Newton-Schulz iteration of the matrices that it owns
     until: int = 0  # the number of rounds that have arrived when its directions have all been applied
 
     @property
@@ -41,6 +42,7 @@ def round_sizes(plan: MatrixPlan, rank: int) -> list[RoundSizes]:
                 kept=sum(held[number] for number in owned),
                 # two tensors of the shape of the batch, two of its products
                 temporary=max((2 * count * (m * n + min(m, n) ** 2) for (m, n), count in shapes.items()), default=0),
+                iteration_flops=sum(iteration_flops(plan.matrices[number].shape) for number in owned),
                 until=max((arrived[part.bucket] for number in numbers for part in own[number]), default=0),
             )
         )

@@ -88,7 +88,7 @@ class Planner:
         """Return the bytes that tensors may take on each of the ranks."""
         if self.given_gb:
             return int(self.given_gb * 1e9 / (CPU_RESIDENT if self.device_type == "cpu" else 1.0))
-        return round((self.card.memory_gb - self._taken_gb(world_size)) * 1e9)
+        return round((self.card.memory_gb - CUDA_GB - NCCL_GB * (world_size > 1)) * 1e9)
 
     def limit(self, world_size: int) -> str:
         """Return the same in words."""
@@ -96,14 +96,11 @@ class Planner:
         if self.given_gb:
             return f"{self.given_gb:g} GB" + (f" ({tensors} for tensors)" if self.device_type == "cpu" else "")
         libraries = "CUDA, cuBLAS and NCCL" if world_size > 1 else "CUDA and cuBLAS"
-        whole, taken = self.card.memory_gb, f"{self._taken_gb(world_size):g}"
+        whole, taken = self.card.memory_gb, f"{self.card.memory_gb - self.memory(world_size) / 1e9:g}"
         sends_all_to_all = not self.has_adamw or weight_dtype(self.settings["param_dtype"]) != "float32"
         if world_size > 1 and sends_all_to_all and self.card.link_gbit >= 1200:  # by NVLink, NCCL takes more channels
             taken += f" to {CUDA_GB + NCCL_ALL_TO_ALL_GB:g}"
         return f"{tensors} ({self.settings['gpu']}: {whole:g} GB, less {taken} for {libraries})"
-
-    def _taken_gb(self, world_size: int) -> float:
-        return CUDA_GB + NCCL_GB * (world_size > 1)
 
     def acting(self, flags: Flags, world_size: int) -> Flags:
         """Return flags with the sizes in the settings, or those of the mode that stands for another implementation.
@@ -141,21 +138,23 @@ class Planner:
         modes: dict[Choice, str] = {}
         for name, mode in MODES.items():
             if mode.planned and (accumulates or not mode.in_place) and (self.can_round_weights or not mode.lowers_weights):
-                how = {"loss_chunk": chosen.loss_chunk or mode.loss_chunk, "in_place": mode.in_place}
-                modes.setdefault(replace(base, flags=self.acting(mode.flags, world_size), **how), name)
+                choice = replace(base, flags=self.acting(mode.flags, world_size), in_place=mode.in_place)
+                modes.setdefault(replace(choice, loss_chunk=chosen.loss_chunk or mode.loss_chunk), name)
         modes.setdefault(replace(base, activation_checkpointing=True), "checkpointing")
         modes.setdefault(replace(base, loss_chunk=chosen.loss_chunk or LOSS_CHUNK), "loss_chunk")
         modes.setdefault(self.everything(world_size), "all")
         modes.setdefault(chosen, "these flags")
-        return modes | ({self.fully_sharded(chosen): "fsdp2_reshard"} if world_size > 1 and self.has_adamw else {})
+        if world_size > 1 and self.has_adamw:
+            modes[self.fully_sharded(chosen)] = "fsdp2_reshard"
+        return modes
 
     def everything(self, world_size: int) -> Choice:
         """Return the choice with the least memory."""
         chosen, weights = self.chosen(world_size), "bfloat16_remainder" if self.can_round_weights else "float32"
         # a single rank has nobody to share gradients with; there, the flag makes their sums float32
         flags = Flags(param_dtype=weights, shard_gradients=world_size > 1, state_dtype=SMALLEST)
-        how: dict[str, Any] = {"activation_checkpointing": True, "loss_chunk": chosen.loss_chunk or LOSS_CHUNK}
-        return replace(chosen, flags=self.acting(flags, world_size), **how)
+        chosen = replace(chosen, flags=self.acting(flags, world_size), activation_checkpointing=True)
+        return replace(chosen, loss_chunk=chosen.loss_chunk or LOSS_CHUNK)
 
     def fully_sharded(self, choice: Choice) -> Choice:
         """Return a choice with PyTorch's fully_shard in place of the flags. It gathers weights in the computation's dtype."""
@@ -240,7 +239,7 @@ class Planner:
         forward = choice.batch_size * self.config.block_size * self.flops_per_token / self.flops / 3
         backward = (3 if choice.activation_checkpointing else 2) * forward
         prediction = self.forecast(choice, world_size).prediction
-        newton_schulz = prediction.iteration_flops * NS_STEPS / self.flops
+        newton_schulz = sum(sizes.iteration_flops for sizes in prediction.matrix_rounds) * NS_STEPS / self.flops
         exposed = self.network.exposed(prediction, forward, backward, newton_schulz) if world_size > 1 else {}
         return prediction.micro_steps * (forward + backward) + newton_schulz, exposed
 

@@ -5,7 +5,7 @@ rounds tensors up, and its libraries (cuBLAS, NCCL) take workspaces in addition.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -15,9 +15,9 @@ from forecast.matrix_rounds import RoundSizes, round_sizes
 from forecast.traffic import BucketTensors, FlatTensor, Traffic
 from model import GPTConfig
 from zero.codecs import codec_of, encoded_nbytes
-from zero.collectives import PART, SUMMED_BY_NCCL, received_numels
+from zero.collectives import KEPT_BYTES, PART, SUMMED_BY_NCCL, received_numels
 from zero.layout import BufferPlan, ParameterSpec, Plan
-from zero.muon.matrices import MatrixPlan, iteration_flops, matrix_plan, stacked
+from zero.muon.matrices import iteration_flops, matrix_plan, stacked
 from zero.tensors import piece_numel
 
 _BUCKET_BYTES = 25_000_000  # of DistributedDataParallel, by default
@@ -119,18 +119,14 @@ class Prediction:
 
         The gradient of the parameter that is registered first, the embedding, arrives last, and forward reads it first.
         """
-        return min(1.0, max(_BUCKET_BYTES, self._last_gradient) / max(1, self.full_gradients))
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds in which the matrices of Muon are exchanged, at least 1."""
-        return 1
+        return min(1.0, max(_BUCKET_BYTES, self._last_gradient) / self.full_gradients)
 
     @cached_property
-    def iteration_flops(self) -> int:
-        """FLOPs of a Newton-Schulz iteration of the matrices that this rank transforms; 0 with AdamW."""
-        specs = [self.plan.params[slice_.param] for slice_ in self.plan.slices(self.rank)]  # whole parameters
-        return sum(spec.matrices * iteration_flops(stacked(spec.shape, spec.matrices)) for spec in specs if spec.matrices)
+    def matrix_rounds(self) -> list[RoundSizes]:
+        """What this rank exchanges of Muon's matrices in each round; empty: there are none. Here, one without exchange."""
+        specs = [spec for _, spec, _ in self._owned if spec.matrices]  # of whole parameters
+        flops = [spec.matrices * iteration_flops(stacked(spec.shape, spec.matrices)) for spec in specs]
+        return [RoundSizes(iteration_flops=sum(flops))] if flops else []
 
     @property
     def largest_buckets(self) -> int:
@@ -275,24 +271,18 @@ class ShardedPrediction(Prediction):
         if replicas > 1:
             own = [len(shard) * self._gradient_dtype(buffer, self.micro_steps).itemsize for buffer, shard in self._own_shards]
             sent["all-reduce"] = sum(2 * nbytes * (replicas - 1) // replicas for nbytes in own)
-        if self._rounds:
-            sent["all-to-all"] = sum(sizes.sent for sizes in self._rounds) * self._matrix_itemsize
+        if self.matrix_rounds:
+            sent["all-to-all"] = sum(sizes.sent for sizes in self.matrix_rounds) * self._matrix_itemsize
         return sent
 
     @cached_property
     def exposed_share(self) -> float:
         whole = sum(buffer.layout.padded_numel * buffer.dtype.itemsize for buffer in self.plan.buffers)
-        return max(1 / max(1, len(self._own_shards)), 1 - self._bytes_before_last / max(1, whole))
-
-    @property
-    def rounds(self) -> int:
-        return max(1, len(self._rounds))
+        return max(1 / len(self._own_shards), 1 - self._bytes_before_last / whole)
 
     @cached_property
-    def iteration_flops(self) -> int:
-        plan = self._matrices
-        owned = [matrix for matrix, owner in zip(plan.matrices, plan.owners, strict=True) if owner == self.rank]
-        return sum(iteration_flops(matrix.shape) for matrix in owned)
+    def matrix_rounds(self) -> list[RoundSizes]:
+        return round_sizes(matrix_plan(self.plan), self.rank)
 
     @property
     def largest_buckets(self) -> int:
@@ -300,9 +290,8 @@ class ShardedPrediction(Prediction):
 
     @cached_property
     def update(self) -> int:
-        """Largest bytes of gradients and buckets, and of what an update adds to them."""
-        decoded = [self._decoded(buffer, shard) for buffer, shard in self._own_shards]
-        return sum(self._gradients_and_buckets("before step")) + max(decoded, default=0) + self._exchanged
+        """Largest bytes that an update takes in addition."""
+        return max(self._decoded(buffer, shard) for buffer, shard in self._own_shards) + self._exchanged
 
     def _decoded(self, buffer: BufferPlan, shard: range) -> int:
         """Return the bytes of float32 copies of what a bucket has in another form, while it is updated."""
@@ -326,13 +315,13 @@ class ShardedPrediction(Prediction):
         and received. The directions of the one before that return, and those of earlier rounds may wait for the update of
         their bucket.
         """
-        if not self._rounds:
+        if not self.matrix_rounds:
             return 0
         nothing, peak = [RoundSizes()] * 2, 0
         is_narrow = any(map(self._is_narrow, self.plan.buffers))
-        padded = nothing + self._rounds + nothing
+        padded = nothing + self.matrix_rounds + nothing
         for arrived, (returning, transformed, sent) in enumerate(zip(padded, padded[1:], padded[2:], strict=False), -2):
-            waiting = sum(round_.held for round_ in self._rounds[: max(0, arrived)] if round_.until > arrived)
+            waiting = sum(round_.held for round_ in self.matrix_rounds[: max(0, arrived)] if round_.until > arrived)
             waiting += returning.held + returning.received + transformed.received
             message = sent.held + sent.received
             while_transformed = message + transformed.received
@@ -344,15 +333,6 @@ class ShardedPrediction(Prediction):
             peak = max(peak, self._matrix_itemsize * waiting + max(while_sent, self._matrix_itemsize * while_transformed))
         return peak
 
-    @cached_property
-    def _rounds(self) -> list[RoundSizes]:
-        """What this rank exchanges of matrices in each round; empty: there are none."""
-        return round_sizes(self._matrices, self.rank)
-
-    @cached_property
-    def _matrices(self) -> MatrixPlan:
-        return matrix_plan(self.plan)
-
     @property
     def _matrix_itemsize(self) -> int:
         return next(spec.matrix_dtype for spec in self.plan.params if spec.matrices).itemsize
@@ -360,16 +340,14 @@ class ShardedPrediction(Prediction):
     def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
         if point == "accumulating" and not self.shard_gradients:
             return self.full_gradients, 0  # kept buckets are freed
-        return self._traffic.at[point]
+        return self._traffic.at.get(point, (0, 0))
 
     def _largest_of_a_step(self, activations: Activations) -> int:
         forward, loss = activations.forward, activations.loss
         # until the first gradient of an iteration arrives, there is what the step before has left
-        found = [sum(self._traffic.at["after step"]) + max(forward, loss), self._while_sending(activations), self.update]
-        found.append(self._before_last_backward(activations))
-        if self.shard_gradients and self.micro_steps > 1:
-            found += [sum(self._traffic.at["accumulating"]) + forward, sum(self._traffic.at["between"]) + loss]
-        return max(found)
+        beside = {"after step": max(forward, loss), "accumulating": forward, "between": loss, "before step": self.update}
+        found = [sum(held) + beside[point] for point, held in self._traffic.at.items()]
+        return max(*found, self._while_sending(activations), self._before_last_backward(activations))
 
     def _while_sending(self, activations: Activations) -> int:
         """Return the largest bytes of gradients, buckets and activations while a backward sends gradients."""
@@ -423,12 +401,14 @@ class ShardedPrediction(Prediction):
 
     @cached_property
     def _traffic(self) -> Traffic:
-        device, ranks, buckets = torch.device("cpu" if self.on_cpu else "cuda"), self.plan.world_size, []
+        ranks, buckets = self.plan.world_size, []
         for buffer, shard in self._own_shards:
-            own, native = FlatTensor(len(shard), buffer.dtype, device), buffer.dtype in SUMMED_BY_NCCL
-            numels = received_numels(own.size, ranks, self.on_cpu, native) if ranks > 1 else []
-            first, last = (replace(own, dtype=self._gradient_dtype(buffer, steps)) for steps in (1, self.micro_steps))
-            buckets.append(
-                BucketTensors(own.new_empty(ranks * own.size), [own.new_empty(numel) for numel in numels], first, last)
-            )
-        return Traffic(buckets, self.micro_steps, self.shard_gradients, is_alone=self.world_size == 1)
+            own, dtype = len(shard), buffer.dtype
+            numels = received_numels(own, ranks, self.on_cpu, dtype in SUMMED_BY_NCCL) if ranks > 1 else []
+            first, last = (FlatTensor(own, self._gradient_dtype(buffer, micro_steps)) for micro_steps in (1, self.micro_steps))
+            received = [FlatTensor(numel, dtype) for numel in numels]
+            buckets.append(BucketTensors(FlatTensor(ranks * own, dtype), received, first, last))
+        traffic = Traffic(buckets, KEPT_BYTES if self.on_cpu else math.inf, is_alone=self.world_size == 1)
+        for _ in range(2):
+            traffic.run_iteration(self.micro_steps, self.shard_gradients)
+        return traffic

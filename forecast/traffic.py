@@ -1,122 +1,102 @@
-"""The tensors of the reduce-scatters of an iteration, bucket by bucket, as ShardedDataParallel acquires and releases them."""
+"""The tensors of the reduce-scatters of an iteration, bucket by bucket, as ShardedDataParallel holds them. Arithmetic only."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from collections import Counter
+from typing import NamedTuple
 
 import torch
 
-from zero.collectives import Pool
 
-
-@dataclass(frozen=True)
-class FlatTensor:
-    """What a `Pool` reads of a flat tensor."""
-
-    size: int  # elements
+class FlatTensor(NamedTuple):
+    numel: int
     dtype: torch.dtype
-    device: torch.device
-
-    def numel(self) -> int:
-        return self.size
 
     @property
     def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
-
-    def new_empty(self, numel: int) -> Self:
-        return replace(self, size=numel)
+        return self.numel * self.dtype.itemsize
 
 
 class BucketTensors(NamedTuple):
-    """The tensors that a bucket of gradients takes."""
+    """The tensors of the gradients of a bucket."""
 
     bucket: FlatTensor
     received: list[FlatTensor]  # all are equal
-    first_shard: FlatTensor  # after the first micro-step that is sent
-    last_shard: FlatTensor  # after the others
+    shard: FlatTensor  # after the first micro-step that is sent
+    total: FlatTensor  # after the others
 
 
 class Traffic:
-    """Counts the bytes of communication buffers, with those that a `Pool` keeps, and of gradient shards.
+    """Counts the bytes of communication buffers, with those that a `zero.collectives.Pool` keeps, and of gradient shards.
 
     Args:
         buckets: in the order in which they are sent.
-        micro_steps: of an iteration.
-        shard_gradients: every micro-step sends its gradients, not the last one only.
+        kept_bytes: smallest tensor that the pool keeps.
         is_alone: there is a single rank, whose bucket may become the shard.
     """
 
-    def __init__(self, buckets: list[BucketTensors], micro_steps: int, shard_gradients: bool, is_alone: bool) -> None:
+    def __init__(self, buckets: list[BucketTensors], kept_bytes: float, is_alone: bool) -> None:
         self.largest = 0  # most bytes in use at one time, without shards
         # by point of a step: bytes of shards, and of all else. "between": the buckets of a micro-step have arrived
-        self.at: dict[str, tuple[int, int]] = {"after wrapping": (0, 0)}
+        self.at: dict[str, tuple[int, int]] = {}
         # of the last backward: bytes of everything while the bytes of gradients in buckets rise from a start to a stop
         self.steps: list[tuple[float, float, int]] = []
-        self._buckets, self._is_alone = buckets, is_alone
-        self._pool: Any = Pool()
-        self._in_use = self._shards = 0  # bytes; shards are in use, too
-        self._in_flight: tuple[int, BucketTensors] | None = None  # number of the micro-step, bucket
-        for _ in range(2):  # the second iteration finds what the first one has left in the pool
-            if micro_steps > 1 and not shard_gradients:
-                self._pool.clear()  # before the micro-steps that are not sent
-            self._run_iteration(min(4, micro_steps) if shard_gradients else 1, shard_gradients)  # more micro-steps are alike
+        self._buckets, self._kept_bytes, self._is_alone = buckets, kept_bytes, is_alone
+        self._in_flight: Counter[FlatTensor] = Counter()  # the tensors of at most one bucket
+        self._shards: Counter[FlatTensor] = Counter()
+        self._kept: Counter[FlatTensor] = Counter()  # those in use that the pool will keep, and those that it has
 
-    def _run_iteration(self, backwards: int, shard_gradients: bool) -> None:
-        filled: float = 0  # bytes of gradients in buckets
+    def run_iteration(self, micro_steps: int, shard_gradients: bool) -> None:
+        """Count an iteration. The second one finds what the first one has left in the pool."""
+        if micro_steps > 1 and not shard_gradients:
+            self._kept.clear()  # before the micro-steps that are not sent
+        backwards = min(4, micro_steps) if shard_gradients else 1  # more of them are alike
         for micro_step in range(backwards):
-            self._note("accumulating")
-            self._arrive(filled)
-            self._note("between")
-            filled, self.steps = 0, []
-            for bucket in self._buckets:
-                before, filled = filled, filled + bucket.bucket.nbytes
-                self._acquire(bucket.bucket)
-                self._add_step(before, filled)
-                self._arrive(filled)
-                for tensor in bucket.received:
-                    self._acquire(tensor)
+            filled, self.steps = 0, []  # bytes of gradients in buckets
+            for number, tensors in enumerate(self._buckets):
+                start, filled = filled, filled + tensors.bucket.nbytes
+                self._in_flight[tensors.bucket] += 1
+                self._add_step(start, filled)
+                if number > 0:
+                    self._arrive(self._buckets[number - 1], micro_step)
+                    self._add_step(filled, filled)
+                self._in_flight = Counter([tensors.bucket, *tensors.received])
                 self._add_step(filled, filled)
-                self._in_flight = micro_step, bucket
-        self._arrive(math.inf)
+            if micro_step < backwards - 1:
+                self._note("accumulating")
+            self._arrive(self._buckets[-1], micro_step)
+            self._add_step(math.inf, math.inf)
+            self._in_flight.clear()
+            if micro_step < backwards - 1:
+                self._note("between")
         if shard_gradients:
-            self._pool.clear()
+            self._kept.clear()
         self._note("before step")
-        for bucket in self._buckets:
-            self._release(bucket.last_shard, is_shard=True)
+        self._shards.clear()
         self._note("after step")
 
-    def _arrive(self, filled: float) -> None:
-        """Make the sum of the bucket in flight, if there is one, a shard, or add it to the shard."""
-        if self._in_flight is None:
-            return
-        (micro_step, (bucket, received, first, last)), self._in_flight = self._in_flight, None
-        others = [*received, bucket]
-        if micro_step == 0 and first in ([bucket] if self._is_alone else received):
-            others.remove(first)  # whose memory the shard takes
-            self._shards += first.nbytes
-        elif micro_step == 0:
-            self._acquire(first, is_shard=True)
-        elif micro_step == 1 and first != last:  # a single gradient becomes a sum
-            self._release(first, is_shard=True)
-            self._acquire(last, is_shard=True)
-        self._add_step(filled, filled)
-        for tensor in others:
-            self._release(tensor)
+    def _arrive(self, sent: BucketTensors, micro_step: int) -> None:
+        """Make the sum of a bucket that was in flight a shard, or add it to the shard."""
+        if micro_step == 0:
+            if sent.shard in ([sent.bucket] if self._is_alone else sent.received):
+                self._in_flight[sent.shard] -= 1  # whose memory it takes
+            self._shards[sent.shard] += 1
+        elif micro_step == 1:  # a single gradient becomes a sum, which may have another dtype
+            self._shards[sent.shard] -= 1
+            self._shards[sent.total] += 1
 
-    def _acquire(self, tensor: FlatTensor, is_shard: bool = False) -> None:
-        self._pool.acquire(tensor.size, tensor)
-        self._in_use += tensor.nbytes
-        self._shards += is_shard * tensor.nbytes
-        self.largest = max(self.largest, self._in_use - self._shards)
-
-    def _release(self, tensor: FlatTensor, is_shard: bool = False) -> None:
-        self._pool.release(tensor)
-        self._in_use -= tensor.nbytes
-        self._shards -= is_shard * tensor.nbytes
+    def _everything(self) -> int:
+        """Return the bytes of all tensors, and of those that the pool keeps for later."""
+        in_use = self._in_flight + self._shards
+        self.largest = max(self.largest, _nbytes(in_use) - _nbytes(self._shards))
+        self._kept |= Counter({tensor: count for tensor, count in in_use.items() if tensor.nbytes >= self._kept_bytes})
+        return _nbytes(in_use | self._kept)
 
     def _note(self, point: str) -> None:
-        self.at[point] = self._shards, self._in_use + self._pool.nbytes - self._shards
+        self.at[point] = _nbytes(self._shards), self._everything() - _nbytes(self._shards)
 
     def _add_step(self, start: float, stop: float) -> None:
-        self.steps.append((start, stop, self._in_use + self._pool.nbytes))
+        self.steps.append((start, stop, self._everything()))
+
+
+def _nbytes(tensors: dict[FlatTensor, int]) -> int:
+    return sum(count * tensor.nbytes for tensor, count in tensors.items())

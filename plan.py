@@ -60,7 +60,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from json import dump
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Literal
 
 from charts.style import number, shown_in, table
@@ -114,6 +114,7 @@ COLUMNS = {  # heading of each column: what it shows of a row, and the unit of t
     "exposed": ("exposed_ms", "ms"),
 }
 OPTIONAL = "between", "exposed"  # columns that are left out if all rows have 0
+PAYS_WITH = attrgetter("flags.shard_gradients", "activation_checkpointing")  # of a choice: more bytes, more computation
 
 
 def model_config(settings: dict[str, Any]) -> GPTConfig:
@@ -193,7 +194,7 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
         return
     how = "fastest that fits without more rounding, as predicted" if planner.flops else "cheapest that fits"
     yield from recommended(f"the {how}", best, planner, size, amount)
-    if second := cheapest(planner, size, lambda choice: _pays_with(choice) != _pays_with(best)):
+    if second := cheapest(planner, size, lambda choice: PAYS_WITH(choice) != PAYS_WITH(best)):
         yield from recommended("the second choice", second, planner, size, amount)
     rounded = cheapest(planner, size, lambda choice: choice.flags.param_dtype != "float32")
     if rounded is not None and planner.cost(rounded, size) < planner.cost(best, size):
@@ -218,11 +219,6 @@ def assumed(planner: Planner, size: int) -> str:
         needs.append(f"--batch_size={batch_size} --gradient_accumulation_steps={steps}")
         kept = f" ({planner.global_batch(batch_size, steps)})"
     return f"; train.py needs {' '.join(needs)} for it{kept}, as assumed here" if needs else ""
-
-
-def _pays_with(choice: Choice) -> tuple[bool, bool]:
-    """Return whether a choice sends more bytes, and whether it computes more."""
-    return choice.flags.shard_gradients, choice.activation_checkpointing
 
 
 def recommended(title: str, choice: Choice, planner: Planner, size: int, amount: Callable[[int], str]) -> Iterator[str]:
@@ -381,33 +377,29 @@ def answer(planner: Planner, name: str, size: int) -> str:
     return f"{text}; {flags}" if flags else text
 
 
-def check_output(settings: dict[str, Any]) -> None:
-    """Raise ValueError or OSError now if the file of --json cannot be written later."""
-    if path := settings["json"]:
-        if settings["find"] != "nothing":
-            raise ValueError("find prints no table; remove --json, or run plan.py once more without --find")
-        if os.path.isdir(path):
-            raise ValueError(f"json={path} is a folder; give the path of a file")
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-
-
 def main() -> None:
     modes = explained(mode for mode in MODES if MODES[mode].planned or mode in ("loss_chunk", "fsdp2_reshard"))
     settings = configure({**settings_of(__file__, TRAIN), "__doc__": __doc__ + modes})
+    path, finds = settings["json"], settings["find"] != "nothing"
     with exit_on_wrong_input():
-        check_output(settings)
+        if path and finds:
+            raise ValueError("find prints no table; remove --json, or run plan.py once more without --find")
+        if os.path.isdir(path):
+            raise ValueError(f"json={path} is a folder; give the path of a file")
+        if path:  # now, in case that it cannot be written later
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         sizes = integers("world_size", settings["world_size"])
         if max(sizes) > 1:
             check_backend(settings["backend"], "cuda" if settings["device"] == "auto" else settings["device"])
         planner = Planner(settings, model_config(settings))
-        if settings["find"] != "nothing":
+        if finds:
             print_found(planner, sizes)
             return
         rows = print_plan(planner, sizes)
-        if settings["json"]:
-            with open(settings["json"], "w") as file:
+        if path:
+            with open(path, "w") as file:
                 dump({"settings": settings, "rows": rows}, file, indent=1)
-            print(f"the table is in {settings['json']}")
+            print(f"the table is in {path}")
 
 
 if __name__ == "__main__":

@@ -57,10 +57,10 @@ Modes:
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from json import dump
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Literal
 
 from charts.style import number, shown_in, table
@@ -70,9 +70,9 @@ from data.shards import paths_of
 from data.vocabulary import DataError, expected_vocab_size
 from distributed.exits import exit_on_wrong_input
 from distributed.ranks import check_backend
-from forecast.advice import Advice, batch_of_the_run, cheapest, fewest_ranks, largest_model, prices, ways
+from forecast.advice import batch_of_the_run, cheapest, fewest_ranks, largest_model, prices, ways
 from forecast.modes import MODES, explained, without_effect
-from forecast.planner import PARTS, Choice, Planner
+from forecast.planner import Choice, Planner
 from forecast.run_memory import CPU_RESIDENT
 from model import GPT2_SIZES, GPT2_VOCAB_SIZE, GPTConfig, check_block_size
 from zero.flags import Flags
@@ -93,28 +93,28 @@ explain_step = False  # also print what an iteration consists of on --gpu, in ms
 gpu_hour_price: NonNegativeFloat = 0.0  # of one GPU, in any currency; 0: the run's cost is not printed
 json = ""  # path of a JSON file that also receives the table, in bytes
 
-COLUMNS = {  # heading of each column, its unit, and its text in a row
-    "ranks": ("", "{world_size}"),
-    "mode": ("", "{mode}{chosen}"),
-    "parameters": ("{unit}", "{parameters}"),
-    "gradients": ("{unit}", "{gradients}"),
-    "state": ("{unit}", "{state}"),
-    "uneven": ("x", "{state_to_mean:.2f}"),
-    "masters": ("{unit}", "{master}"),
-    "buckets": ("{unit}", "{buckets}"),
-    "activations": ("{unit}", "{activations}"),
-    "temporary": ("{unit}", "{temporary}"),
-    "peak": ("{unit}", "{peak}"),
-    "at save": ("{unit}", "{saving}"),
-    "fits": ("", "{fits}"),
-    "max batch": ("", "{largest_batch}"),
-    "sent": ("{unit}", "{sent}"),
-    "between": ("{unit}", "{between}"),
-    "sent in": ("ms", "{sent_ms:.0f}"),
-    "exposed": ("ms", "{exposed_ms:.0f}"),
+COLUMNS = {  # heading of each column: what it shows of a row, and the unit of that
+    "ranks": ("world_size", ""),
+    "mode": ("mode", ""),
+    "parameters": ("parameters", "bytes"),
+    "gradients": ("gradients", "bytes"),
+    "state": ("state", "bytes"),
+    "uneven": ("state_to_mean", "x"),
+    "masters": ("master", "bytes"),
+    "buckets": ("buckets", "bytes"),
+    "activations": ("activations", "bytes"),
+    "temporary": ("temporary", "bytes"),
+    "peak": ("peak", "bytes"),
+    "at save": ("saving", "bytes"),
+    "fits": ("fits", ""),
+    "max batch": ("largest_batch", ""),
+    "sent": ("sent", "bytes"),
+    "between": ("between", "bytes"),
+    "sent in": ("sent_ms", "ms"),
+    "exposed": ("exposed_ms", "ms"),
 }
-SCALED = (*PARTS, "temporary", "peak", "saving", "sent", "between")
-OPTIONAL = {"between": "between", "exposed": "exposed_ms"}  # columns that are left out if all rows have 0
+OPTIONAL = "between", "exposed"  # columns that are left out if all rows have 0
+PAYS_WITH = attrgetter("flags.shard_gradients", "activation_checkpointing")  # of a choice: more bytes, more computation
 
 
 def model_config(settings: dict[str, Any]) -> GPTConfig:
@@ -123,18 +123,16 @@ def model_config(settings: dict[str, Any]) -> GPTConfig:
     Raises:
         ValueError: if the sizes are impossible, or come from a checkpoint.
     """
-    if settings["init_from"] in GPT2_SIZES:
-        block_size, dropout = settings["block_size"], settings["dropout"]
-        check_block_size(block_size, GPTConfig.block_size)
-        if settings["vocab_size"]:
-            raise ValueError(f"vocab_size={settings['vocab_size']}: {settings['init_from']} has its own; remove --vocab_size")
-        sizes = {**GPT2_SIZES[settings["init_from"]], "block_size": block_size, "vocab_size": GPT2_VOCAB_SIZE}
-        return GPTConfig.of(sizes, dropout=dropout, bias=True)
-    if settings["init_from"] != "scratch":
-        raise ValueError(
-            f"init_from={settings['init_from']}: plan.py reads no checkpoint; remove it and give n_layer, n_head and n_embd"
-        )
-    return GPTConfig.of(settings, vocab_size=vocabulary(settings))
+    init_from, block_size = settings["init_from"], settings["block_size"]
+    if init_from == "scratch":
+        return GPTConfig.of(settings, vocab_size=vocabulary(settings))
+    if init_from not in GPT2_SIZES:
+        raise ValueError(f"init_from={init_from}: plan.py reads no checkpoint; remove it and give n_layer, n_head and n_embd")
+    check_block_size(block_size, GPTConfig.block_size)
+    if settings["vocab_size"]:
+        raise ValueError(f"vocab_size={settings['vocab_size']}: {init_from} has its own; remove --vocab_size")
+    sizes = {"block_size": block_size, "vocab_size": GPT2_VOCAB_SIZE, "dropout": settings["dropout"], "bias": True}
+    return GPTConfig.of(GPT2_SIZES[init_from], **sizes)
 
 
 def vocabulary(settings: dict[str, Any]) -> int:
@@ -143,95 +141,95 @@ def vocabulary(settings: dict[str, Any]) -> int:
     Raises:
         ValueError: if the dataset is prepared, and train.py would refuse it or not use `--vocab_size`.
     """
-    name, given = settings["dataset"], settings["vocab_size"]
+    name, given, usual = settings["dataset"], settings["vocab_size"], GPTConfig.vocab_size
     folder = os.path.join(DATA_DIR, name)
     if paths_of(folder, "train"):
-        size = Dataset(name, settings["block_size"]).vocab_size or GPTConfig.vocab_size
+        size = Dataset(name, settings["block_size"]).vocab_size or usual
         if given not in (0, size):
             raise ValueError(f"vocab_size={given}: dataset {name} is prepared and gives {size}; remove --vocab_size")
         return size
-    if given:
-        return given
     try:
-        return expected_vocab_size(folder) or GPTConfig.vocab_size
+        return given or expected_vocab_size(folder) or usual
     except DataError as error:
         print(f"WARNING: the vocabulary of dataset {name} is not known: it is not prepared, and {error}.")
-        print(
-            f"         The table is for {GPTConfig.vocab_size} tokens and may be far off; use --vocab_size=<number of tokens>"
-        )
-        return GPTConfig.vocab_size
+        print(f"         The table is for {usual} tokens and may be far off; use --vocab_size=<number of tokens>")
+        return usual
 
 
 def description(planner: Planner) -> str:
     """Return what is planned, in a line."""
     settings = planner.settings
     return (
-        f"{planner.numel / 1e6:.1f}M parameters, {planner.dtype} on {planner.device_type}, "
-        f"--compile={settings['compile']}, "
+        f"{planner.numel / 1e6:.1f}M parameters, {planner.dtype} on {planner.device_type}, --compile={settings['compile']}, "
         f"{settings['batch_size']} x {planner.config.block_size} tokens per micro-step, "
         f"{settings['gradient_accumulation_steps']} micro-steps per iteration, all ranks together"
     )
 
 
-def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int], str]) -> str:
-    """Return lines about one number of ranks: what the settings take and save, whether it fits, how long the run takes.
+def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int], str]) -> Iterator[str]:
+    """Yield lines about one number of ranks: what the settings take and save, whether it fits, how long the run takes.
 
-    If the settings do not fit, they say which ones do, and what each of these costs. If train.py would refuse the settings with
-    this number of ranks, they say which others are assumed.
+    If the settings do not fit, the lines say which ones do, and what each of these costs. If train.py would refuse the settings
+    with this number of ranks, they say which others are assumed.
 
     Args:
         amount: writes bytes with their unit.
     """
-    settings = planner.settings
     plain, chosen = rows[0], next(row for row in rows if row["chosen"])
-    limit = planner.limit(chosen["world_size"])
-    size, baseline = chosen["world_size"], f"{planner.plain} in place" if MODES[plain["mode"]].in_place else planner.plain
-    text = f"{size:5} rank{'s' if size > 1 else ' '}  peak {amount(chosen['peak'])}"
+    size, saved, batches = chosen["world_size"], "", f"--batch_size={chosen['largest_batch']}"
     if chosen is not plain:
-        saved = 1 - chosen["peak"] / plain["peak"]
-        text += f", {abs(saved):.0%} {'less' if saved >= 0 else 'more'} than {baseline} ({amount(plain['peak'])})"
-    if chosen["fits"] == "yes":
-        text += f": fits in {limit}, up to --batch_size={chosen['largest_batch']}"
-        text += f" ({baseline} {plain['largest_batch']})" if chosen is not plain else ""
-    else:
-        text += f": does not fit in {limit}"
-    steps, shard_size = settings["gradient_accumulation_steps"], settings["shard_size"] or 1
-    needs, kept = ["--shard_size=0"] if size > 1 and size % shard_size else [], ""
-    if steps % size:
+        baseline = f"{planner.plain} in place" if MODES[plain["mode"]].in_place else planner.plain
+        share = 1 - chosen["peak"] / plain["peak"]
+        saved = f", {abs(share):.0%} {'less' if share >= 0 else 'more'} than {baseline} ({amount(plain['peak'])})"
+        batches += f" ({baseline} {plain['largest_batch']})"
+    fits = chosen["fits"] == "yes"
+    room = f"fits in {planner.limit(size)}, up to {batches}" if fits else f"does not fit in {planner.limit(size)}"
+    line = f"{in_words(size)}  peak {amount(chosen['peak'])}{saved}: {room}{assumed(planner, size)}"
+    if fits:
+        yield line + duration(chosen, planner)
+        return
+    yield line
+    if (best := cheapest(planner, size)) is None:
+        yield f"{'':7}nothing fits{wrong_tool(planner, size, amount)}"
+        return
+    how = "fastest that fits without more rounding, as predicted" if planner.flops else "cheapest that fits"
+    yield from recommended(f"the {how}", best, planner, size, amount)
+    if second := cheapest(planner, size, lambda choice: PAYS_WITH(choice) != PAYS_WITH(best)):
+        yield from recommended("the second choice", second, planner, size, amount)
+    rounded = cheapest(planner, size, lambda choice: choice.flags.param_dtype != "float32")
+    if rounded is not None and planner.cost(rounded, size) < planner.cost(best, size):
+        yield from recommended("cheaper, but rounded", rounded, planner, size, amount)
+    fsdp = rows[-1]
+    if fsdp["mode"] == "fsdp2_reshard" and fsdp["fits"] == "yes":
+        takes = f"a peak of about {amount(fsdp['peak'])}, and {amount(fsdp['sent'])} to send per iteration"
+        yield f"{'':7}FSDP2 would fit without any of these: {takes}"
+
+
+def in_words(size: int) -> str:
+    return f"{size:5} rank{'s' if size > 1 else ' '}"
+
+
+def assumed(planner: Planner, size: int) -> str:
+    """Return what has been assumed in place of settings that train.py would refuse with this number of ranks."""
+    needs, kept = [], ""
+    if size > 1 and size % (planner.settings["shard_size"] or 1):
+        needs.append("--shard_size=0")
+    if planner.settings["gradient_accumulation_steps"] % size:
         batch_size, steps = planner.batch(size)
         needs.append(f"--batch_size={batch_size} --gradient_accumulation_steps={steps}")
         kept = f" ({planner.global_batch(batch_size, steps)})"
-    text += f"; train.py needs {' '.join(needs)} for it{kept}, as assumed here" if needs else ""
-    if chosen["fits"] == "yes":
-        return text + duration(chosen, planner)
-    if (advice := cheapest(planner, size)) is None:
-        return f"{text}\n{'':7}nothing fits{wrong_tool(planner, size, amount)}"
-    best = "fastest that fits without more rounding, as predicted" if planner.flops else "cheapest that fits"
-    lines = [text, f"{'':7}the {best}: {' '.join(advice.prices)}", *details(advice, planner, amount)]
-    if second := cheapest(planner, size, lambda choice: _pays_with(choice) != _pays_with(advice.choice)):
-        lines += [f"{'':7}the second choice: {' '.join(second.prices)}", *details(second, planner, amount)]
-    rounded = cheapest(planner, size, lambda choice: choice.flags.param_dtype != "float32")
-    if rounded is not None and planner.cost(rounded.choice, rounded.result) < planner.cost(advice.choice, advice.result):
-        lines += [f"{'':7}cheaper, but rounded: {' '.join(rounded.prices)}", *details(rounded, planner, amount)]
-    if rows[-1]["mode"] == "fsdp2_reshard" and rows[-1]["fits"] == "yes":
-        peak, sent = amount(rows[-1]["peak"]), amount(rows[-1]["sent"])
-        lines.append(f"{'':7}FSDP2 would fit without any of these: a peak of about {peak}, and {sent} to send per iteration")
-    return "\n".join(lines)
+    return f"; train.py needs {' '.join(needs)} for it{kept}, as assumed here" if needs else ""
 
 
-def _pays_with(choice: Choice) -> tuple[bool, bool]:
-    """Return whether a choice sends more bytes, and whether it computes more."""
-    return choice.flags.shard_gradients, choice.activation_checkpointing
-
-
-def details(advice: Advice, planner: Planner, amount: Callable[[int], str]) -> list[str]:
-    """Return lines about settings that fit: what they take, and the price of each."""
-    row = planner.figures("", advice.choice, advice.result, chosen=False)
-    spare = 1 - max(row["peak"], row["saving"]) / planner.memory(row["world_size"])
-    takes = (
-        f"peak {amount(row['peak'])} ({spare:.0%} to spare), up to --batch_size={row['largest_batch']}{duration(row, planner)}"
-    )
-    return [f"{'':9}{line}" for line in (takes, *(f"{key}: {price}" for key, price in advice.prices.items()))]
+def recommended(title: str, choice: Choice, planner: Planner, size: int, amount: Callable[[int], str]) -> Iterator[str]:
+    """Yield lines about settings that fit: what they take, and the price of each."""
+    row, found = planner.figures("", choice, size), prices(planner, size, choice)
+    spare = 1 - max(row["peak"], row["saving"]) / planner.memory(size)
+    yield f"{'':7}{title}: {' '.join(found)}"
+    takes = f"peak {amount(row['peak'])} ({spare:.0%} to spare), up to --batch_size={row['largest_batch']}"
+    yield f"{'':9}{takes}{duration(row, planner)}"
+    for setting, price in found.items():
+        yield f"{'':9}{setting}: {price}"
 
 
 def duration(row: dict[str, Any], planner: Planner) -> str:
@@ -241,19 +239,21 @@ def duration(row: dict[str, Any], planner: Planner) -> str:
     settings, size = planner.settings, row["world_size"]
     tokens = math.prod(planner.batch(size)) * planner.config.block_size  # per iteration
     speed, hours = tokens / row["seconds"], settings["max_iters"] * row["seconds"] / 3600
-    time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} min"
+    time = f"{60 * hours:.0f} min"
+    if hours >= 1:
+        time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours"
     text = f"; about {speed / 1e3:,.0f}k tokens/s and {time} on {settings['gpu']} at {settings['mfu']:g} % MFU"
     price = settings["gpu_hour_price"]
     return f"{text}, at a cost of {hours * size * price:,.0f}" if price else text
 
 
-def wrong_tool(planner: Planner, world_size: int, amount: Callable[[int], str]) -> str:
+def wrong_tool(planner: Planner, size: int, amount: Callable[[int], str]) -> str:
     """Return what to do where no flags are enough: whether dividing the weights as well would be."""
-    if (ranks := fewest_ranks(planner, "all flags")) is not None and ranks > world_size:
+    if (ranks := fewest_ranks(planner, "all flags")) is not None and ranks > size:
         return f", but all flags fit on {ranks} ranks (--find=gpus)"
-    if world_size == 1:
+    if size == 1:
         return " in one process: use larger GPUs or a smaller model (--find=model)"
-    fsdp = planner.fully_sharded(world_size, replace(planner.everything(world_size), batch_size=1))
+    fsdp = planner.figures("", planner.fully_sharded(replace(planner.everything(size), batch_size=1)), size)
     if fsdp["fits"] == "no":
         return f", and FSDP2 would not either ({amount(fsdp['peak'])}); use larger GPUs or a smaller model (--find=model)"
     return (
@@ -264,16 +264,19 @@ def wrong_tool(planner: Planner, world_size: int, amount: Callable[[int], str]) 
 
 def print_table(rows: list[dict[str, Any]], divisor: float, unit: str) -> None:
     """Print the rows, with an empty line between world sizes."""
-    digits = 2 if unit == "GB" else 1
     columns = {
-        key: text for key, (_, text) in COLUMNS.items() if key not in OPTIONAL or any(row[OPTIONAL[key]] for row in rows)
+        heading: (key, kind)
+        for heading, (key, kind) in COLUMNS.items()
+        if heading not in OPTIONAL or any(row[key] for row in rows)
     }
-    lines = [list(columns), [COLUMNS[key][0].format(unit=unit) for key in columns]]
+    formats = {"bytes": ".2f" if unit == "GB" else ".1f", "x": ".2f", "ms": ".0f", "": ""}
+    lines = [list(columns), [unit if kind == "bytes" else kind for _, kind in columns.values()]]
     for _, of_size in itertools.groupby(rows, key=itemgetter("world_size")):
         lines.append([])
         for row in of_size:
-            scaled = {key: f"{value / divisor:.{digits}f}" if key in SCALED else value for key, value in row.items()}
-            lines.append([text.format(**scaled) for text in columns.values()])
+            shown = {**row, "mode": row["mode"] + row["chosen"]}
+            values = [(shown[key] / divisor if kind == "bytes" else shown[key], kind) for key, kind in columns.values()]
+            lines.append([format(value, formats[kind]) for value, kind in values])
     print(f"\n{table(lines)}")
 
 
@@ -290,14 +293,12 @@ def print_parts(rows: list[dict[str, Any]]) -> None:
 
 def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     """Print the table with its explanations and return its rows."""
-    rows = [row for size in sizes for row in planner.rows(size)]
-    settings = planner.settings
-    steps = settings["gradient_accumulation_steps"]
+    by_size = {size: planner.rows(size) for size in sizes}
+    rows, settings = list(itertools.chain(*by_size.values())), planner.settings
     divisor, unit = shown_in("bytes", 10 * max(row["parameters"] for row in rows))  # 0.1 GB is the least with two digits
     print(f"{description(planner)}; the rank with the most optimizer state")
-    for size in sizes:
-        of_size = [row for row in rows if row["world_size"] == size]
-        print(verdict(of_size, planner, lambda count: f"{number(count / divisor)} {unit}"))
+    for of_size in by_size.values():
+        print("\n".join(verdict(of_size, planner, lambda count: f"{number(count / divisor)} {unit}")))
     print(host_memory(planner, rows))
     print_table(rows, divisor, unit)
     if settings["explain_step"]:
@@ -307,12 +308,12 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
         print("note: 1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more")
         if idle := without_effect(Flags.of(settings), 1):
             print(f"note: without effect on 1 rank: {', '.join(idle)}")
-    for size in sizes:
-        taken = {row["mode"]: sum(row["parts_ms"].values()) for row in rows if row["world_size"] == size}
+    for size, of_size in by_size.items():
+        taken = {row["mode"]: sum(row["parts_ms"].values()) for row in of_size}
         if taken.get("sharded") and "bfloat16" in taken and settings["param_dtype"] == "float32":
             less = 1 - taken["bfloat16"] / taken["sharded"]
             print(f"note: on {size} ranks, --param_dtype=bfloat16 takes {less:.0%} less time, by arithmetic (--explain_step)")
-        if size > 1 and steps <= size:
+        if size > 1 and settings["gradient_accumulation_steps"] <= size:
             print(f"note: with one micro-step on each of {size} ranks, shard_gradients changes nothing")
     return rows
 
@@ -324,80 +325,81 @@ def host_memory(planner: Planner, rows: list[dict[str, Any]]) -> str:
     chosen = [row for row in rows if row["chosen"] and row["world_size"] >= ranks]
     if planner.device_type == "cpu":
         needed = ranks * max(max(row["peak"], row["saving"]) for row in chosen) * CPU_RESIDENT / 1e9
-        return (
-            f"main memory of a machine with {ranks} of the ranks: at most {needed:.3g} GB, and 0.4 GB for Python in each rank"
-        )
+        most = f"at most {needed:.3g} GB, and 0.4 GB for Python in each rank"
+        return f"main memory of a machine with {ranks} of the ranks: {most}"
     copied = max(row["saving_on_cpu"] for row in chosen) / 1e9
     text = f"main memory of the first machine: {4 * planner.numel / 1e9:.3g} GB for the model that rank 0 makes"
     if copied and settings["checkpoint_format"] == "consolidated":
-        return f"{text}, {copied:.3g} GB for a checkpoint that it collects later; and what Python and CUDA take in each rank"
-    text += f", {ranks} x {copied:.3g} GB for copies of what is saved" if copied else ""
+        text += f", {copied:.3g} GB for a checkpoint that it collects later"
+    elif copied:
+        text += f", {ranks} x {copied:.3g} GB for copies of what is saved"
     return f"{text}; and what Python and CUDA take in each rank"
 
 
 def print_found(planner: Planner, sizes: list[int]) -> None:
     """Print the answers of --find, one line per way to train."""
-    settings = planner.settings
-    find, limit = settings["find"], " or ".join(dict.fromkeys(f"in {planner.limit(size)}" for size in sizes)) + " per rank"
-    shape = {
-        "batch": f"the largest batch_size {limit}",
-        "gpus": f"the fewest ranks {limit}, as a power of two",
-        "model": f"the largest model {limit}, as deep for its width as GPT-2 XL",
+    find, limit = planner.settings["find"], " or ".join(dict.fromkeys(f"in {planner.limit(size)}" for size in sizes))
+    asked = {
+        "batch": f"the largest batch_size {limit} per rank",
+        "gpus": f"the fewest ranks {limit} per rank, as a power of two",
+        "model": f"the largest model {limit} per rank, as deep for its width as GPT-2 XL",
     }
-    print(f"{description(planner)}\n{shape[find]}:")
+    print(f"{description(planner)}\n{asked[find]}:")
     for size in sizes if find != "gpus" else [max(sizes)]:
-        for name, choice in ways(planner, size).items():
-            ranks, used = size, planner
-            if find == "batch":
-                largest, dividing, steps = batch_of_the_run(planner, choice, size)
-                answer = f"{largest:5}" if largest else " none"
-                if dividing:
-                    kept = planner.global_batch(dividing, steps)
-                    answer += f"; --batch_size={dividing} --gradient_accumulation_steps={steps} for {kept}"
-            elif find == "gpus":
-                ranks = fewest_ranks(planner, name) or 0
-                answer = f"{ranks:5}" if ranks else "more than 1024"
-            else:
-                used = largest_model(planner, name, size) or planner
-                found = used.config
-                answer = f"{used.numel / 1e6:6,.0f}M parameters: "
-                answer += f"--n_layer={found.n_layer} --n_head={found.n_head} --n_embd={found.n_embd}"
-                answer = " none" if used is planner else answer
-            if ranks:
-                choice = ways(planner, ranks)[name]
-                flags = " ".join(prices(planner, ranks, choice, planner.forecast(choice, ranks)))
-                answer += f"; {flags}" if flags and "none" not in answer else ""
-            place = "" if find == "gpus" else f"{size:5} rank{'s' if size > 1 else ' '}  "
-            print(f"{place}{name:14}  {answer}")
+        for name in ways(planner, size):
+            place = "" if find == "gpus" else f"{in_words(size)}  "
+            print(f"{place}{name:14}  {answer(planner, name, size)}")
 
 
-def check_output(settings: dict[str, Any]) -> None:
-    """Raise ValueError or OSError now if the file of --json cannot be written later."""
-    if path := settings["json"]:
-        if settings["find"] != "nothing":
-            raise ValueError("find prints no table; remove --json, or run plan.py once more without --find")
-        if os.path.isdir(path):
-            raise ValueError(f"json={path} is a folder; give the path of a file")
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+def answer(planner: Planner, name: str, size: int) -> str:
+    """Return what --find asks of one of `ways`, with the flags that this takes."""
+    find = planner.settings["find"]
+    if find == "batch":
+        largest, dividing, steps = batch_of_the_run(planner, ways(planner, size)[name], size)
+        if not largest:
+            return " none"
+        text = f"{largest:5}"
+        if dividing:
+            kept = planner.global_batch(dividing, steps)
+            text += f"; --batch_size={dividing} --gradient_accumulation_steps={steps} for {kept}"
+    elif find == "gpus":
+        if (fewest := fewest_ranks(planner, name)) is None:
+            return "more than 1024"
+        text, size = f"{fewest:5}", fewest
+    else:
+        if (model := largest_model(planner, name, size)) is None:
+            return " none"
+        found = model.config
+        text = (
+            f"{model.numel / 1e6:6,.0f}M parameters: --n_layer={found.n_layer} --n_head={found.n_head} --n_embd={found.n_embd}"
+        )
+    flags = " ".join(prices(planner, size, ways(planner, size)[name]))
+    return f"{text}; {flags}" if flags else text
 
 
 def main() -> None:
     modes = explained(mode for mode in MODES if MODES[mode].planned or mode in ("loss_chunk", "fsdp2_reshard"))
     settings = configure({**settings_of(__file__, TRAIN), "__doc__": __doc__ + modes})
+    path, finds = settings["json"], settings["find"] != "nothing"
     with exit_on_wrong_input():
-        check_output(settings)
+        if path and finds:
+            raise ValueError("find prints no table; remove --json, or run plan.py once more without --find")
+        if os.path.isdir(path):
+            raise ValueError(f"json={path} is a folder; give the path of a file")
+        if path:  # now, in case that it cannot be written later
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         sizes = integers("world_size", settings["world_size"])
         if max(sizes) > 1:
             check_backend(settings["backend"], "cuda" if settings["device"] == "auto" else settings["device"])
         planner = Planner(settings, model_config(settings))
-        if settings["find"] != "nothing":
+        if finds:
             print_found(planner, sizes)
             return
         rows = print_plan(planner, sizes)
-        if settings["json"]:
-            with open(settings["json"], "w") as file:
+        if path:
+            with open(path, "w") as file:
                 dump({"settings": settings, "rows": rows}, file, indent=1)
-            print(f"the table is in {settings['json']}")
+            print(f"the table is in {path}")
 
 
 if __name__ == "__main__":

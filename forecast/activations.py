@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial, partialmethod
+from functools import partial
 from typing import Any, Self
 from unittest import mock
 
@@ -85,22 +85,24 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def __enter__(self) -> Self:
-        self._resizes = mock.patch.object(
-            torch.UntypedStorage, "resize_", partialmethod(_resize, torch.UntypedStorage.resize_, self)
-        )
+        resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            """FSDP2 frees the memory of storages that stay alive, and allocates it again."""
+            result = resize(storage, nbytes)
+            if (key := storage._cdata) in self._alive:
+                self.now += storage.nbytes() - self._alive[key]
+                self._alive[key] = storage.nbytes()
+                self._peak = max(self._peak, self.now)
+            return result
+
+        self._resizes = mock.patch.object(torch.UntypedStorage, "resize_", counted)
         self._resizes.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._resizes.stop()
         super().__exit__(*error)
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count what a storage has now: FSDP2 frees the memory of storages that stay alive, and allocates it again."""
-        if (key := storage._cdata) in self._alive:
-            self.now += storage.nbytes() - self._alive[key]
-            self._alive[key] = storage.nbytes()
-            self._peak = max(self._peak, self.now)
 
     def _end_sum(self) -> None:
         """Count both the sum and the gradient that was added to, if that is still alive."""
@@ -128,12 +130,6 @@ class LiveBytes(TorchDispatchMode):
         self._spans.pop(key, None)
         if self._sum is not None and self._sum[0] == key:
             self._sum = None
-
-
-def _resize(storage: torch.UntypedStorage, resize: Any, live: LiveBytes, nbytes: int) -> Any:
-    result = resize(storage, nbytes)
-    live.resized(storage)
-    return result
 
 
 def _adds_gradients(func: Any, args: Any) -> bool:
@@ -180,7 +176,7 @@ def _measure(workload: Workload, layers: int, param_dtype: str) -> Activations:
 
 
 def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any, on_cpu: bool = True) -> Activations:
-    """Run forward and backward on the CPU and measure the activations. Gradients are dropped as they arrive.
+    """Run forward and backward on the CPU and measure the activations. From now on, gradients are dropped as they arrive.
 
     `on_cpu` is that of `LiveBytes`.
     """
@@ -200,18 +196,15 @@ def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any, o
         if len(peaks) == 2 and param in first_layer:
             end_phase()
 
-    trained = [param for param in model.parameters() if param.requires_grad]
-    handles = [param.register_post_accumulate_grad_hook(drop) for param in trained]
-    try:
-        with live:
-            with autocast:
-                loss = forward()
-            saved = live.now
-            end_phase()
-            loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(drop)
+    with live:
+        with autocast:
+            loss = forward()
+        saved = live.now
+        end_phase()
+        loss.backward()
     peaks += [live.peak] * (3 - len(peaks))  # the first layer may be frozen
     return Activations(*[saved, *peaks, live.peak, sum(param.nbytes for param in first_layer)])
 
@@ -251,10 +244,10 @@ class _CompiledLoss(torch.autograd.Function):
 
 
 def _layer_norm_on_cuda(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
-    if not torch.is_autocast_enabled("cpu"):
-        return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    bias = None if norm.bias is None else norm.bias.float()
-    return F.layer_norm(x.float(), norm.normalized_shape, norm.weight.float(), bias, norm.eps)
+    weight, bias = norm.weight, norm.bias
+    if torch.is_autocast_enabled("cpu"):
+        x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+    return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
 
 
 def _dropout_on_cuda(dropout: nn.Dropout, x: torch.Tensor) -> torch.Tensor:

@@ -4,52 +4,42 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
-from forecast.modes import LOSS_CHUNK, MODES
+from forecast.modes import MODES
 from forecast.planner import Choice, Planner
-from forecast.run_memory import Forecast
 from model import GPT2_SIZES
-from zero.codecs import SMALLEST, codec_of
+from zero.codecs import codec_of
 from zero.flags import Flags
 from zero.options import weight_dtype
 
 
-class Advice(NamedTuple):
-    """A choice that fits, as settings of train.py with their prices."""
-
-    choice: Choice
-    result: Forecast
-    prices: dict[str, str]  # by argument of the command line; empty: the settings as they are
-
-
-def cheapest(planner: Planner, world_size: int, allowed: Callable[[Choice], bool] = lambda choice: True) -> Advice | None:
+def cheapest(planner: Planner, world_size: int, allowed: Callable[[Choice], bool] = lambda choice: True) -> Choice | None:
     """Return the cheapest choice that is allowed and fits, or None. All have about the same number of sequences per iteration.
 
     Cheap is, in this order: no more rounding than in the settings, an iteration that is faster by more than 3 % if the speed of
     the GPU is known, no bytes to send in addition, no computation in addition, large micro-steps, and few changes.
     """
     chosen = planner.chosen(world_size)
-    choices = list(filter(allowed, _by_price(planner, world_size)))
-    results = {choice: planner.forecast(choice, world_size) for choice in choices}
-    fitting = [choice for choice in choices if planner.fits(results[choice])]
-    if not fitting:
-        return None
 
     def cost(choice: Choice) -> tuple[bool, tuple[float, ...]]:
-        return _roundings(choice.flags) != _roundings(chosen.flags), planner.cost(choice, results[choice])
+        return _roundings(choice.flags) != _roundings(chosen.flags), planner.cost(choice, world_size)
 
-    choice = min(fitting, key=cost)  # the first of several
-    return Advice(choice, results[choice], prices(planner, world_size, choice, results[choice]))
+    choices = filter(allowed, _by_price(planner, world_size))
+    fitting = [choice for choice in choices if planner.fits(planner.forecast(choice, world_size))]
+    return min(fitting, key=cost, default=None)  # the first of several
 
 
 def ways(planner: Planner, world_size: int) -> dict[str, Choice]:
     """Return what --find compares: the optimizer without sharding, the settings, all flags that change no value, all flags."""
     chosen, everything = planner.chosen(world_size), planner.everything(world_size)
     plain = replace(chosen, flags=MODES["adamw"].flags, activation_checkpointing=False, loss_chunk=0)
-    same = MODES["shard_gradients" if world_size > 1 else "adamw"].flags
-    same_losses = replace(everything, flags=same)
+    same_losses = replace(everything, flags=planner.acting(MODES["shard_gradients"].flags, world_size))
     return {planner.plain: plain, "these settings": chosen, "same losses": same_losses, "all flags": everything}
+
+
+def fits(planner: Planner, name: str, world_size: int) -> bool:
+    """Return whether one of `ways` fits."""
+    return planner.fits(planner.forecast(ways(planner, world_size)[name], world_size))
 
 
 def largest_model(planner: Planner, name: str, world_size: int) -> Planner | None:
@@ -60,50 +50,44 @@ def largest_model(planner: Planner, name: str, world_size: int) -> Planner | Non
         layers = max(1, round(64 * heads * xl["n_layer"] / xl["n_embd"]))
         return Planner(planner.settings, replace(planner.config, n_head=heads, n_embd=64 * heads, n_layer=layers))
 
-    def fits(heads: int) -> bool:
-        larger = of_heads(heads)
-        return larger.fits(larger.forecast(ways(larger, world_size)[name], world_size))
-
     low, high = 0, 1
-    while fits(high):
+    while fits(of_heads(high), name, world_size):
         low, high = high, 2 * high
-    low += bisect_left(range(low + 1, high), True, key=lambda heads: not fits(heads))
+    low += bisect_left(range(low + 1, high), True, key=lambda heads: not fits(of_heads(heads), name, world_size))
     return of_heads(low) if low else None
 
 
 def fewest_ranks(planner: Planner, name: str) -> int | None:
     """Return the smallest power of two of ranks, up to 1024, on which one of `ways` fits, or None."""
-    sizes = [2**power for power in range(11)]
-    return next((size for size in sizes if planner.fits(planner.forecast(ways(planner, size)[name], size))), None)
+    return next((2**power for power in range(11) if fits(planner, name, 2**power)), None)
 
 
 def batch_of_the_run(planner: Planner, choice: Choice, world_size: int) -> tuple[int, int, int]:
     """Return the largest batch size that fits, the largest that also divides the sequences of a rank, and its micro-steps."""
-    largest = planner.largest_batch(choice, planner.forecast(choice, world_size))
+    largest = planner.largest_batch(choice, world_size)
     sequences = planner.accumulation_steps(choice.batch_size, world_size) // world_size * choice.batch_size
     dividing = next((size for size in range(min(largest, sequences), 0, -1) if sequences % size == 0), 0)
     return largest, dividing, sequences // max(1, dividing) * world_size
 
 
 def _by_price(planner: Planner, world_size: int) -> Iterator[Choice]:
-    """Yield the choices between that of the settings and the one with the least memory, the cheapest first."""
-    chosen = planner.chosen(world_size)
-    is_sharded = chosen.flags.implementation(world_size) == "sharded"
-    base = chosen.flags if is_sharded else MODES["sharded"].flags
-    for flags, state_dtype, shard_gradients, checkpointing, batch_size, loss_chunk in itertools.product(
-        (base, MODES["remainder"].flags) if planner.can_round_weights else (base,),
-        (base.state_dtype, SMALLEST),
-        sorted({base.shard_gradients, base.shard_gradients or world_size > 1}),
-        sorted({chosen.activation_checkpointing, True}),
+    """Yield the choices between that of the settings and the one with the least memory, the cheapest first, some twice."""
+    chosen, least = planner.chosen(world_size), planner.everything(world_size)
+    before, after = chosen.flags, least.flags
+    for param_dtype, state_dtype, shard_gradients, checkpointing, batch_size, loss_chunk in itertools.product(
+        (before.param_dtype, after.param_dtype),
+        (before.state_dtype, after.state_dtype),
+        (before.shard_gradients, before.shard_gradients or after.shard_gradients),
+        (chosen.activation_checkpointing, least.activation_checkpointing),
         [size for size in range(chosen.batch_size, 0, -1) if chosen.batch_size % size == 0],
-        sorted({chosen.loss_chunk, chosen.loss_chunk or LOSS_CHUNK}),
+        (chosen.loss_chunk, least.loss_chunk),
     ):
-        flags = replace(flags, state_dtype=state_dtype, shard_gradients=shard_gradients)
+        flags = replace(after, param_dtype=param_dtype, state_dtype=state_dtype, shard_gradients=shard_gradients)
         yield Choice(flags, checkpointing, loss_chunk, batch_size)
 
 
-def prices(planner: Planner, world_size: int, choice: Choice, result: Forecast) -> dict[str, str]:
-    """Return the arguments that turn the settings into a choice, each with its price."""
+def prices(planner: Planner, world_size: int, choice: Choice) -> dict[str, str]:
+    """Return the arguments that turn the settings into a choice, each with its price; none: the settings as they are."""
     chosen = planner.chosen(world_size)
     before, after = chosen.flags, choice.flags
     found: dict[str, str] = {}
@@ -124,8 +108,8 @@ def prices(planner: Planner, world_size: int, choice: Choice, result: Forecast) 
         price = "the forward of the blocks a second time, up to a third more computation"
         found[f"--activation_checkpointing={choice.activation_checkpointing}"] = price
     if after.shard_gradients and not before.shard_gradients:
-        sent = sum(result.prediction.sent().values())
-        once = sum(replace(result.prediction, shard_gradients=False).sent().values())
+        prediction = planner.forecast(choice, world_size).prediction
+        sent, once = (sum(each.sent().values()) for each in (prediction, replace(prediction, shard_gradients=False)))
         found["--shard_gradients=True"] = f"{sent / once:.1f} times the bytes to send, with these micro-steps"
     if after.param_dtype != before.param_dtype:
         same = weight_dtype(after.param_dtype) == weight_dtype(before.param_dtype)

@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,19 +11,18 @@ import torch
 from distributed.machine import CARDS, CUDA_GB, NCCL_ALL_TO_ALL_GB, NCCL_GB, card, resolve_dtype
 from forecast.fully_sharded import FullyShardedPrediction
 from forecast.modes import LOSS_CHUNK, MODES, batch_in_words, divided_batch, muon_of
-from forecast.prediction import PURPOSES, Activations, Workload
+from forecast.prediction import Activations, Workload
 from forecast.run_memory import CPU_RESIDENT, Forecast, forecast, gpt_specs, planned_optimizer, predicted_activations
 from forecast.step_time import Network
 from model import GPT, GPTConfig, without_weights
 from zero.codecs import SMALLEST
 from zero.collectives import KINDS
 from zero.flags import Flags
-from zero.layout import Plan, replicated_plan
+from zero.layout import replicated_plan
 from zero.muon.muon import NS_STEPS
 from zero.options import weight_dtype
 
 BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
-PARTS = (*PURPOSES, "activations")
 # bytes that a GPU moves to decode and to encode two moments of an element, by the operations of zero/codecs.py
 _CODEC_BYTES = {"float32": 0, "bfloat16": 80, "int8": 130}
 
@@ -36,6 +36,7 @@ class Choice:
     loss_chunk: int
     batch_size: int
     in_place: bool = False  # see `forecast.prediction.Prediction`
+    fully_shard: bool = False  # PyTorch's FSDP2 with its defaults; the flags say in which dtype it gathers weights
 
 
 class Planner:
@@ -52,18 +53,18 @@ class Planner:
         self.specs = gpt_specs(config, muon)  # of what is trained
         # what every mode but `adamw` divides
         self.has_adamw, self.plain = muon is None, f"plain {planned_optimizer(muon)[0].__name__}"
-        if settings["device"].partition(":")[0] not in ("auto", "cpu", "cuda", "mps"):
-            raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
         self.device_type = "cuda" if settings["device"] == "auto" else settings["device"].partition(":")[0]
+        if self.device_type not in ("cpu", "cuda", "mps"):
+            raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
         if (found := card(settings["gpu"])) is None:
             remedy = "for another card, give the nearest one, and --gpu_memory_gb"
             raise ValueError(f"gpu={settings['gpu']} is not one of {', '.join(CARDS)}; {remedy}")
-        self.card = found
+        self.card, on_gpu = found, self.device_type == "cuda"
         # bytes of a rank that the settings give, or that a device without a card has; 0: those of the card
-        self.given_gb = settings["gpu_memory_gb"] or (0.0 if self.device_type == "cuda" else 80.0)
-        best = ("bfloat16" if found.has_bfloat16 else "float16") if self.device_type == "cuda" else "float32"
-        self.dtype = resolve_dtype(settings["dtype"], settings["param_dtype"], best)
-        self.saving = {key: settings[key] for key in ("async_save", "checkpoint_format")}
+        self.given_gb = settings["gpu_memory_gb"] or (0.0 if on_gpu else 80.0)
+        self.can_round_weights = found.has_bfloat16 or not on_gpu  # to bfloat16
+        lowest = "bfloat16" if found.has_bfloat16 else "float16"
+        self.dtype = resolve_dtype(settings["dtype"], settings["param_dtype"], lowest if on_gpu else "float32")
         bandwidth = settings["bandwidth_gbit"] or found.link_gbit
         self.network = Network(bandwidth, settings["between_gbit"], settings["ranks_per_machine"])
         with without_weights():
@@ -73,19 +74,21 @@ class Planner:
         self.frozen_numel = self.numel - sum(spec.numel for spec in self.specs)
         if settings["mfu"] > 100:
             raise ValueError(f"mfu={settings['mfu']:g} must be at most 100")
-        self.flops: float | None = None  # per second and rank; None: not known
-        if self.device_type == "cuda" and self.dtype != "float32":
+        self.flops = 0.0  # per second and rank; 0: not known
+        if on_gpu and self.dtype != "float32":
             self.flops = found.tflops * 1e12 * settings["mfu"] / 100
         for key in ("gpu_hour_price", "explain_step"):
-            if settings[key] and self.flops is None:
+            if settings[key] and not self.flops:
                 raise ValueError(f"{key} needs the speed of the GPUs, which is known for bfloat16 and float16 on cuda only")
-        self._plans: dict[tuple[Flags, int], Plan] = {}
+        # modes with equal plans share it: a plan of 1024 ranks takes a tenth of a second
+        self._plan = cache(lambda flags, world_size: flags.plan(self.specs, world_size))
+        self.forecast = cache(self._forecast)
 
     def memory(self, world_size: int) -> int:
         """Return the bytes that tensors may take on each of the ranks."""
         if self.given_gb:
             return int(self.given_gb * 1e9 / (CPU_RESIDENT if self.device_type == "cpu" else 1.0))
-        return round((self.card.memory_gb - self._taken_gb(world_size)) * 1e9)
+        return round((self.card.memory_gb - CUDA_GB - NCCL_GB * (world_size > 1)) * 1e9)
 
     def limit(self, world_size: int) -> str:
         """Return the same in words."""
@@ -93,147 +96,120 @@ class Planner:
         if self.given_gb:
             return f"{self.given_gb:g} GB" + (f" ({tensors} for tensors)" if self.device_type == "cpu" else "")
         libraries = "CUDA, cuBLAS and NCCL" if world_size > 1 else "CUDA and cuBLAS"
-        whole, taken = self.card.memory_gb, f"{self._taken_gb(world_size):g}"
+        whole, taken = self.card.memory_gb, f"{self.card.memory_gb - self.memory(world_size) / 1e9:g}"
         sends_all_to_all = not self.has_adamw or weight_dtype(self.settings["param_dtype"]) != "float32"
         if world_size > 1 and sends_all_to_all and self.card.link_gbit >= 1200:  # by NVLink, NCCL takes more channels
             taken += f" to {CUDA_GB + NCCL_ALL_TO_ALL_GB:g}"
         return f"{tensors} ({self.settings['gpu']}: {whole:g} GB, less {taken} for {libraries})"
 
-    def _taken_gb(self, world_size: int) -> float:
-        return CUDA_GB + NCCL_GB * (world_size > 1)
+    def acting(self, flags: Flags, world_size: int) -> Flags:
+        """Return flags with the sizes in the settings, or those of the mode that stands for another implementation.
 
-    def plan(self, flags: Flags, world_size: int) -> Plan:
-        """Return the plan of the flags. Modes with equal plans share it: a plan of 1024 ranks takes a tenth of a second."""
-        key = replace(flags, shard_gradients=False), world_size
-        if key not in self._plans:
-            self._plans[key] = flags.plan(self.specs, world_size)
-        return self._plans[key]
-
-    def complete(self, flags: Flags, world_size: int) -> Flags:
-        """Return the flags of a mode with the sizes in the settings. If shard_size does not fit, all ranks share it."""
-        bucket_mb, shard_size = self.settings["bucket_mb"], self.settings["shard_size"]
+        If shard_size does not fit, all ranks share the state.
+        """
+        shard_size = self.settings["shard_size"]
         if flags.is_sharded:
-            flags = replace(flags, shard_size=0 if world_size % (shard_size or 1) else shard_size)
-        return replace(flags, bucket_mb=bucket_mb)
+            shard_size = 0 if world_size % (shard_size or 1) else shard_size
+            flags = replace(flags, bucket_mb=self.settings["bucket_mb"], shard_size=shard_size)
+        implementation = flags.implementation(world_size)
+        return flags if implementation == "sharded" else MODES[implementation].flags
 
     def chosen(self, world_size: int) -> Choice:
         """Return the settings of the run as a choice. Flags without effect have their defaults.
 
         If the ranks cannot share the batch, the batch size is the one that the error message of train.py names.
         """
-        settings = self.settings
-        flags = replace(_acting(self.complete(Flags.of(settings), world_size), world_size), bucket_mb="auto", shard_size=0)
-        batch_size, _ = self.batch(world_size)
-        return Choice(flags, settings["activation_checkpointing"], settings["loss_chunk"], batch_size)
+        flags, (batch_size, _) = self.acting(Flags.of(self.settings), world_size), self.batch(world_size)
+        return Choice(flags, self.settings["activation_checkpointing"], self.settings["loss_chunk"], batch_size)
 
     def batch(self, world_size: int) -> tuple[int, int]:
         """Return the batch_size and gradient_accumulation_steps of the settings, or those that train.py names instead."""
         return divided_batch(self.settings["batch_size"], self.settings["gradient_accumulation_steps"], world_size)
 
     def choices(self, world_size: int) -> dict[Choice, str]:
-        """Return the choices of a table with the names of their modes: of a single rank, those that save memory there."""
+        """Return the choices of a table with the names of their modes: of a single rank, those that save memory there.
+
+        One is for the settings if no mode matches them, and with AdamW one is for PyTorch's fully_shard. With Muon, that would
+        gather matrices, in a way that is not predicted.
+        """
         chosen = self.chosen(world_size)
-        base = replace(chosen, flags=_acting(Flags(), world_size))
+        base = replace(chosen, flags=self.acting(Flags(), world_size))
         accumulates = 1 < world_size < self.accumulation_steps(chosen.batch_size, world_size)
         modes: dict[Choice, str] = {}
         for name, mode in MODES.items():
             if mode.planned and (accumulates or not mode.in_place) and (self.can_round_weights or not mode.lowers_weights):
-                choice = replace(base, flags=_acting(mode.flags, world_size), loss_chunk=chosen.loss_chunk or mode.loss_chunk)
-                modes.setdefault(replace(choice, in_place=mode.in_place), name)
+                choice = replace(base, flags=self.acting(mode.flags, world_size), in_place=mode.in_place)
+                modes.setdefault(replace(choice, loss_chunk=chosen.loss_chunk or mode.loss_chunk), name)
         modes.setdefault(replace(base, activation_checkpointing=True), "checkpointing")
         modes.setdefault(replace(base, loss_chunk=chosen.loss_chunk or LOSS_CHUNK), "loss_chunk")
         modes.setdefault(self.everything(world_size), "all")
         modes.setdefault(chosen, "these flags")
+        if world_size > 1 and self.has_adamw:
+            modes[self.fully_sharded(chosen)] = "fsdp2_reshard"
         return modes
 
     def everything(self, world_size: int) -> Choice:
         """Return the choice with the least memory."""
-        chosen = self.chosen(world_size)
-        weights = "remainder" if self.can_round_weights else "sharded"
+        chosen, weights = self.chosen(world_size), "bfloat16_remainder" if self.can_round_weights else "float32"
         # a single rank has nobody to share gradients with; there, the flag makes their sums float32
-        flags = replace(MODES[weights].flags, shard_gradients=world_size > 1, state_dtype=SMALLEST)
-        return replace(chosen, flags=flags, activation_checkpointing=True, loss_chunk=chosen.loss_chunk or LOSS_CHUNK)
+        flags = Flags(param_dtype=weights, shard_gradients=world_size > 1, state_dtype=SMALLEST)
+        chosen = replace(chosen, flags=self.acting(flags, world_size), activation_checkpointing=True)
+        return replace(chosen, loss_chunk=chosen.loss_chunk or LOSS_CHUNK)
 
-    @property
-    def can_round_weights(self) -> bool:
-        """Whether weights may be bfloat16: not on a GPU that lacks it."""
-        return self.device_type != "cuda" or self.card.has_bfloat16
+    def fully_sharded(self, choice: Choice) -> Choice:
+        """Return a choice with PyTorch's fully_shard in place of the flags. It gathers weights in the computation's dtype."""
+        mode = "bfloat16" if self.dtype == "bfloat16" else "adamw"
+        return replace(choice, flags=MODES[mode].flags, fully_shard=True)
 
     def rows(self, world_size: int) -> list[dict[str, Any]]:
-        """Return a row per mode, one for the settings if no mode matches them, and with AdamW one for PyTorch's fully_shard."""
-        chosen = self.chosen(world_size)
-        rows = [
-            self.figures(mode, choice, self.forecast(choice, world_size), choice == chosen)
-            for choice, mode in self.choices(world_size).items()
-        ]
-        # with Muon, FSDP2 would gather matrices, in a way that is not predicted
-        return [*rows, self.fully_sharded(world_size, chosen)] if world_size > 1 and self.has_adamw else rows
+        """Return the rows of `choices`."""
+        return [self.figures(mode, choice, world_size) for choice, mode in self.choices(world_size).items()]
 
-    def fully_sharded(self, world_size: int, choice: Choice) -> dict[str, Any]:
-        """Return the row of PyTorch's fully_shard in place of the flags. It gathers weights in the dtype of the computation."""
-        lowered = self.dtype == "bfloat16"
-        choice = replace(choice, flags=MODES["bfloat16" if lowered else "adamw"].flags)
-        prediction = FullyShardedPrediction(
-            replicated_plan(self.specs),
-            world_size=world_size,
-            micro_steps=self.accumulation_steps(choice.batch_size, world_size) // world_size,
-            shard_gradients=True,
-            on_cpu=self.device_type == "cpu",
-            frozen=4 * self.frozen_numel,
-            block_numel=self.block_numel,
-            root_numel=self.numel - self.config.n_layer * self.block_numel,
-            itemsize=2 if lowered else 4,
-        )
-        result = Forecast(prediction, self.activations(choice), **self.saving)
-        return self.figures("fsdp2_reshard", choice, result, chosen=False)
-
-    def figures(self, mode: str, choice: Choice, result: Forecast, chosen: bool) -> dict[str, Any]:
-        """Return the row of a forecast, in bytes and seconds."""
+    def figures(self, mode: str, choice: Choice, world_size: int) -> dict[str, Any]:
+        """Return the row of a choice, in bytes and seconds."""
+        result = self.forecast(choice, world_size)
         prediction = result.prediction
         sent, between = prediction.sent(), self.network.across_machines(prediction)
         state = prediction.plan.state_bytes
-        seconds, exposed = self.seconds(result, choice)
-        row: dict[str, Any] = {
+        computing, exposed = self.seconds(choice, world_size)
+        parts = prediction.at("accumulating" if prediction.micro_steps > 1 else "before step")
+        parts |= {"buckets": prediction.largest_buckets, "activations": result.activations.saved}
+        return {
             "mode": mode,
-            "chosen": " *" if chosen else "",
-            "world_size": prediction.world_size,
-            **prediction.at("accumulating" if prediction.micro_steps > 1 else "before step"),
-            "buckets": prediction.largest_buckets,
+            "chosen": " *" if choice == self.chosen(world_size) else "",
+            "world_size": world_size,
+            **parts,
             "state_to_mean": max(state) * len(state) / max(1, sum(state)),
-            "activations": result.activations.saved,
             "peak": result.peak,
             "saving": result.saving_peak,
             "saving_on_cpu": result.saved_copy,
             "fits": "yes" if self.fits(result) else "no",
             "sent": sum(sent.values()),
             "between": round(sum(between.values())),
-            "parts_ms": self.parts_of_a_step(result, choice) if self.flops and mode != "fsdp2_reshard" else {},
+            "parts_ms": self.parts_of_a_step(choice, world_size) if self.flops and not choice.fully_shard else {},
             "sent_ms": 1e3 * sum(self.network.seconds(prediction).values()),
-            "exposed_ms": 1e3 * exposed,
-            "seconds": seconds,
+            "exposed_ms": 1e3 * sum(exposed.values()),
+            "seconds": computing + sum(exposed.values()),
+            # the parts are not all at their largest at the same time, so the peak can also be less than their sum
+            "temporary": max(0, result.peak - sum(parts.values())),
+            "largest_batch": self.largest_batch(choice, world_size),
         }
-        # the parts are not all at their largest at the same time, so the peak can also be less than their sum
-        row["temporary"] = max(0, row["peak"] - sum(row[part] for part in PARTS))
-        row["largest_batch"] = self.largest_batch(choice, result)
-        return row
 
-    def forecast(self, choice: Choice, world_size: int) -> Forecast:
+    def _forecast(self, choice: Choice, world_size: int) -> Forecast:
         """Return what a choice needs. All choices have the same number of sequences per iteration."""
-        flags = self.complete(choice.flags, world_size)
-        steps = self.accumulation_steps(choice.batch_size, world_size)
-        plan = self.plan(flags, world_size)
-        return forecast(
-            plan,
-            self.activations(choice),
-            distributed=world_size > 1,
-            saving=self.saving,
-            world_size=world_size,
-            micro_steps=steps // world_size,
-            shard_gradients=flags.shard_gradients,
-            on_cpu=self.device_type == "cpu",
-            in_place=choice.in_place,
-            frozen=self.frozen_numel * (plan.param_dtype or torch.float32).itemsize,
-        )
+        flags, activations = choice.flags, self.activations(choice)
+        saving = {key: self.settings[key] for key in ("async_save", "checkpoint_format")}
+        how: dict[str, Any] = {"on_cpu": self.device_type == "cpu", "world_size": world_size}
+        how["micro_steps"] = self.accumulation_steps(choice.batch_size, world_size) // world_size
+        if choice.fully_shard:
+            how |= {"shard_gradients": True, "frozen": 4 * self.frozen_numel, "block_numel": self.block_numel}
+            how["root_numel"] = self.numel - self.config.n_layer * self.block_numel
+            how["itemsize"] = 4 if flags.param_dtype == "float32" else 2
+            return Forecast(FullyShardedPrediction(replicated_plan(self.specs), **how), activations, **saving)
+        plan = self._plan(replace(flags, shard_gradients=False), world_size)
+        how |= {"shard_gradients": flags.shard_gradients, "in_place": choice.in_place}
+        how["frozen"] = self.frozen_numel * (plan.param_dtype or torch.float32).itemsize
+        return forecast(plan, activations, distributed=world_size > 1, saving=saving, **how)
 
     def accumulation_steps(self, batch_size: int, world_size: int) -> int:
         """Return the gradient_accumulation_steps of a batch size that divides that of `batch`: a multiple of the ranks."""
@@ -243,48 +219,45 @@ class Planner:
         """Return whether gradient_accumulation_steps=`steps` of a batch size keep the sequences per iteration, in words."""
         return batch_in_words(batch_size * steps, self.settings["gradient_accumulation_steps"] * self.settings["batch_size"])
 
-    def cost(self, choice: Choice, result: Forecast) -> tuple[float, ...]:
+    def cost(self, choice: Choice, world_size: int) -> tuple[float, ...]:
         """Return what a choice costs apart from rounding, to be compared: seconds of an iteration, or what takes time."""
-        seconds = self.seconds(result, choice)[0]
-        if seconds:
-            return (round(math.log(seconds) / math.log(1.03)),)
+        if self.flops:
+            computing, exposed = self.seconds(choice, world_size)
+            return (round(math.log(computing + sum(exposed.values())) / math.log(1.03)),)
         return choice.flags.shard_gradients, choice.activation_checkpointing, -choice.batch_size
 
     def fits(self, result: Forecast) -> bool:
         return max(result.peak, result.saving_peak) <= self.memory(result.prediction.world_size)
 
-    def seconds(self, result: Forecast, choice: Choice) -> tuple[float, float]:
-        """Return the seconds of an iteration, and how many of them communication takes alone; 0, 0: the speed is not known."""
-        if self.flops is None:
-            return 0.0, 0.0
-        computing, exposed = self._computing_and_exposed(result, choice, self.flops)
-        return computing + sum(exposed.values()), sum(exposed.values())
+    def seconds(self, choice: Choice, world_size: int) -> tuple[float, dict[str, float]]:
+        """Return the seconds in which an iteration multiplies matrices, and in which it waits, by kind of collective.
 
-    def _computing_and_exposed(self, result: Forecast, choice: Choice, flops: float) -> tuple[float, dict[str, float]]:
-        """Return the seconds in which an iteration multiplies matrices, and in which it waits, by kind of collective."""
-        forward = choice.batch_size * self.config.block_size * self.flops_per_token / flops / 3
+        0 and nothing: the speed is not known.
+        """
+        if not self.flops:
+            return 0.0, {}
+        forward = choice.batch_size * self.config.block_size * self.flops_per_token / self.flops / 3
         backward = (3 if choice.activation_checkpointing else 2) * forward
-        prediction = result.prediction
-        newton_schulz = prediction.iteration_flops * NS_STEPS / flops
-        exposed = self.network.exposed(prediction, forward, backward, newton_schulz) if prediction.world_size > 1 else {}
+        prediction = self.forecast(choice, world_size).prediction
+        newton_schulz = sum(sizes.iteration_flops for sizes in prediction.matrix_rounds) * NS_STEPS / self.flops
+        exposed = self.network.exposed(prediction, forward, backward, newton_schulz) if world_size > 1 else {}
         return prediction.micro_steps * (forward + backward) + newton_schulz, exposed
 
-    def parts_of_a_step(self, result: Forecast, choice: Choice) -> dict[str, float]:
+    def parts_of_a_step(self, choice: Choice, world_size: int) -> dict[str, float]:
         """Return what an iteration consists of on a GPU, in ms by name; of communication what nothing hides.
 
         `matrices` at the MFU of the settings, everything else at the bandwidth of the memory: autocast's copies of the weights
         and of their gradients, sums and copies of gradients, the norm with the scaling, the update.
         """
-        assert self.flops is not None
-        held, plan = result.prediction, result.prediction.plan
-        computing, exposed = self._computing_and_exposed(result, choice, self.flops)
-        gradients, steps, is_sharded = held.full_gradients, held.micro_steps, bool(plan.buffers)
+        held = self.forecast(choice, world_size).prediction
+        plan, gradients, steps = held.plan, held.full_gradients, held.micro_steps
+        computing, exposed = self.seconds(choice, world_size)
         sends = steps if held.shard_gradients else 1
         casts = 0 if plan.has_masters or self.dtype == "float32" else steps * 2 * 1.5 * gradients
         copies = 3 * gradients * (steps - sends)
-        if held.world_size > 1:  # into buckets, and the sum of what arrives if NCCL does not add it up
+        if world_size > 1:  # into buckets, and the sum of what arrives if NCCL does not add it up
             copies += (2 + plan.has_masters) * gradients * sends
-        shard = held.owned if is_sharded else gradients  # sums are float32
+        shard = held.owned if plan.buffers else gradients  # sums are float32
         stored = 34 * plan.has_masters + 22 * any(buffer.has_remainders for buffer in plan.buffers)  # weights, remainders
         codecs = (_CODEC_BYTES[plan.state_dtype] + stored) * held.owned // 4
         updated = 3 * held.owned + 2 * plan.state_bytes[held.rank] + codecs
@@ -297,35 +270,32 @@ class Planner:
         param_dtype = weight_dtype(choice.flags.param_dtype)
         dtype = param_dtype if param_dtype != "float32" else self.dtype
         how = choice.activation_checkpointing, choice.loss_chunk, self.settings["compile"]
-        workload = Workload(self.config, choice.batch_size, dtype, self.device_type, *how)
-        return predicted_activations(workload, param_dtype)
+        return predicted_activations(Workload(self.config, choice.batch_size, dtype, self.device_type, *how), param_dtype)
 
-    def largest_batch(self, choice: Choice, result: Forecast) -> int:
-        """Return the largest batch size that fits, or 0. `result` is the forecast for any batch size.
+    def largest_batch(self, choice: Choice, world_size: int) -> int:
+        """Return the largest batch size that fits with these micro-steps, or 0.
 
         The peak of activations is the largest of several linear functions of the batch size, so it is convex, on both sides of
         a full chunk of the loss. A straight line between two predicted batch sizes is therefore not too low.
         """
-        low = None
+        result = self.forecast(choice, world_size)
+
+        def activations(size: int) -> Activations:
+            return self.activations(replace(choice, batch_size=size))
+
         full_chunk = choice.loss_chunk // self.config.block_size  # fewer sequences have fewer logits than a chunk
-        for batch in sorted({*BATCHES, choice.batch_size, full_chunk, full_chunk + 1} - {0}):
-            activations = self.activations(replace(choice, batch_size=batch))
-            high = batch, activations
-            if not self.fits(replace(result, activations=activations)):
+        low = high = 0
+        for high in sorted({*BATCHES, choice.batch_size, full_chunk, full_chunk + 1} - {0}):
+            if not self.fits(replace(result, activations=activations(high))):
                 break
             low = high
-        if low is None:
-            return 0
+        if low in (0, high):
+            return low
+        ends = list(zip(activations(low), activations(high), strict=True))
 
         def does_not_fit(size: int) -> bool:
-            share = (size - low[0]) / max(1, high[0] - low[0])
-            between = Activations(*(round(a + share * (b - a)) for a, b in zip(low[1], high[1], strict=True)))
+            share = (size - low) / (high - low)
+            between = Activations(*(round(first + share * (last - first)) for first, last in ends))
             return not self.fits(replace(result, activations=between))
 
-        return low[0] + bisect_left(range(low[0] + 1, high[0] + 1), True, key=does_not_fit)
-
-
-def _acting(flags: Flags, world_size: int) -> Flags:
-    """Return the flags, or those of the mode that stands for another implementation."""
-    implementation = flags.implementation(world_size)
-    return flags if implementation == "sharded" else MODES[implementation].flags
+        return low + bisect_left(range(low + 1, high + 1), True, key=does_not_fit)

@@ -5,21 +5,19 @@ rounds tensors up, and its libraries (cuBLAS, NCCL) take workspaces in addition.
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 
-from forecast.matrix_rounds import RoundSizes, owned_flops, round_sizes
-from forecast.traffic import FlatTensor, Traffic, nbytes_of
+from forecast.matrix_rounds import RoundSizes, round_sizes
+from forecast.traffic import BucketTensors, FlatTensor, Traffic
 from model import GPTConfig
 from zero.codecs import codec_of, encoded_nbytes
-from zero.collectives import PART, SUMMED_BY_NCCL, received_numels
+from zero.collectives import KEPT_BYTES, PART, SUMMED_BY_NCCL, received_numels
 from zero.layout import BufferPlan, ParameterSpec, Plan
-from zero.muon.matrices import MatrixPlan, iteration_flops, matrix_plan, stacked
+from zero.muon.matrices import iteration_flops, matrix_plan, stacked
 from zero.tensors import piece_numel
 
 _BUCKET_BYTES = 25_000_000  # of DistributedDataParallel, by default
@@ -35,7 +33,7 @@ def sent_by_data_parallel(plan: Plan, world_size: int) -> dict[str, int]:
 
     An all-reduce counts as a ring, 2 (N - 1) / N of its bytes, a broadcast as the mean over the ranks, (N - 1) / N.
     """
-    gradients = sum(spec.numel * spec.dtype.itemsize for spec in plan.params if spec.requires_grad)
+    gradients = sum(spec.numel * spec.dtype.itemsize for spec in plan.params)
     one_way = gradients * (world_size - 1) // world_size
     return {"all-reduce": 2 * one_way} | ({"broadcast": one_way} if plan.world_size > 1 else {})
 
@@ -77,7 +75,7 @@ class Prediction:
     """Predictions for one rank, here of a single process. There is a subclass for each wrapper.
 
     Args:
-        plan: the plan of any implementation, see `zero.flags` and `zero.layout`.
+        plan: the plan of any implementation for the parameters that are trained, see `zero.flags` and `zero.layout`.
         rank: a rank of the plan. A plan without sharding has only rank 0.
         world_size: number of ranks. With more ranks than in the plan, there are replicas of the state.
         micro_steps: micro-steps per iteration on each rank.
@@ -107,10 +105,6 @@ class Prediction:
             "buckets": buckets,
         }
 
-    def peak(self, activations: Activations) -> int:
-        """Return the peak bytes of a run: of its construction, or of its training."""
-        return max(self.construction, self.peak_of_training(activations))
-
     def peak_of_training(self, activations: Activations) -> int:
         """Return the peak bytes of training, after the first step."""
         return self.parameters + self.state + self.master + self._largest_of_a_step(activations)
@@ -125,18 +119,14 @@ class Prediction:
 
         The gradient of the parameter that is registered first, the embedding, arrives last, and forward reads it first.
         """
-        return min(1.0, max(_BUCKET_BYTES, self._last_gradient) / max(1, self.full_gradients))
-
-    @property
-    def rounds(self) -> int:
-        """Number of rounds in which the matrices of Muon are exchanged, at least 1."""
-        return 1
+        return min(1.0, max(_BUCKET_BYTES, self._last_gradient) / self.full_gradients)
 
     @cached_property
-    def iteration_flops(self) -> int:
-        """FLOPs of a Newton-Schulz iteration of the matrices that this rank transforms; 0 with AdamW."""
-        specs = [spec for _, spec, _ in self._owned if spec.matrices]
-        return sum(spec.matrices * iteration_flops(stacked(spec.shape, spec.matrices)) for spec in specs)
+    def matrix_rounds(self) -> list[RoundSizes]:
+        """What this rank exchanges of Muon's matrices in each round; empty: there are none. Here, one without exchange."""
+        specs = [spec for _, spec, _ in self._owned if spec.matrices]  # of whole parameters
+        flops = [spec.matrices * iteration_flops(stacked(spec.shape, spec.matrices)) for spec in specs]
+        return [RoundSizes(iteration_flops=sum(flops))] if flops else []
 
     @property
     def largest_buckets(self) -> int:
@@ -151,48 +141,28 @@ class Prediction:
         those that have not moved, although the system provides its pages only as they fill. Weights that are rounded arrive in
         their own dtype first, in parts, of which there are two at a time.
         """
-        wrapped = sum(self.at("after wrapping").values())
-        not_moved = sum(spec.numel * spec.dtype.itemsize for spec in self.plan.params) if self.on_cpu else 0
-        peak = before = 0
-        for buffer in self.plan.buffers:
-            for spec in (self.plan.params[number] for number in buffer.params):
-                for first in range(0, spec.numel, PART) if spec.dtype != buffer.dtype else ():
-                    part = min(PART, spec.numel - first) * spec.dtype.itemsize
-                    peak, before = max(peak, not_moved + before + part), part
-                peak = max(peak, not_moved)
-                not_moved -= spec.numel * spec.dtype.itemsize if self.on_cpu else 0
-        return wrapped + peak
-
-    def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
-        return self.full_gradients if point in ("accumulating", "before step") else 0, 0
-
-    def _largest_of_a_step(self, activations: Activations) -> int:
-        """Return the largest bytes of gradients, buckets and activations together."""
-        before = activations.before_embedding
-        if self.micro_steps > 1:
-            return self.full_gradients + max(before, activations.embedding)
-        return max(before, self.full_gradients - self._last_gradient + activations.embedding)
+        specs = [(self.plan.params[number], buffer.dtype) for buffer in self.plan.buffers for number in buffer.params]
+        not_moved = self.on_cpu * sum(spec.numel * spec.dtype.itemsize for spec, _ in specs)
+        peak, before = not_moved, 0
+        for spec, dtype in specs:
+            for first in range(0, spec.numel, PART) if spec.dtype != dtype else ():
+                part = min(PART, spec.numel - first) * spec.dtype.itemsize
+                peak, before = max(peak, not_moved + before + part), part
+            not_moved -= self.on_cpu * spec.numel * spec.dtype.itemsize
+        return sum(self.at("after wrapping").values()) + peak
 
     @cached_property
     def parameters(self) -> int:
-        """Bytes of the weights that forward and backward use."""
-        layouts = [(buffer.layout, buffer.dtype.itemsize) for buffer in self.plan.buffers]
-        padding = sum((layout.padded_numel - sum(layout.numels)) * itemsize for layout, itemsize in layouts)
-        frozen = sum(self._frozen_bytes(spec) for spec in self.plan.params if not spec.requires_grad)
-        return self.frozen + frozen + self.full_gradients + padding
+        """Bytes of the weights that forward and backward use, with padding."""
+        padding = 0
+        for buffer in self.plan.buffers:
+            padding += (buffer.layout.padded_numel - sum(buffer.layout.numels)) * buffer.dtype.itemsize
+        return self.frozen + self.full_gradients + padding
 
     @cached_property
     def full_gradients(self) -> int:
         """Bytes of the gradients of all parameters."""
-        return sum(self._bytes_of(spec) for spec in self.plan.params if spec.requires_grad)
-
-    def _bytes_of(self, spec: ParameterSpec) -> int:
-        """Return the bytes of a weight that is trained, and of its gradient."""
-        return spec.numel * (self.plan.param_dtype or spec.dtype).itemsize
-
-    def _frozen_bytes(self, spec: ParameterSpec) -> int:
-        """Return the bytes of a weight that is not trained, which the optimizer alone does not convert."""
-        return spec.numel * spec.dtype.itemsize
+        return sum(map(self._bytes_of, self.plan.params))
 
     @cached_property
     def state(self) -> int:
@@ -208,19 +178,12 @@ class Prediction:
         """Bytes of the elements of the owned slices, in the dtype of the update."""
         return sum(numel * dtype.itemsize for dtype, _, numel in self._owned)
 
-    @property
-    def _owned(self) -> Iterator[tuple[torch.dtype, ParameterSpec, int]]:
-        """Of each slice that is updated: the dtype of the update, the spec of the parameter and the number of elements."""
-        for slice_ in self.plan.slices(self.rank):
-            if (spec := self.plan.params[slice_.param]).requires_grad:
-                yield self.plan.update_dtypes[slice_.param], spec, slice_.numel
-
     @cached_property
     def decoded_slice(self) -> int:
         """Largest bytes of a float32 copy of what a slice holds in another form, which a checkpoint needs one by one."""
         if self.plan.state_dtype == "float32" and not any(buffer.has_remainders for buffer in self.plan.buffers):
             return 0
-        return 4 * max(slice_.numel for slice_ in self.plan.slices(self.rank))
+        return 4 * max(numel for _, _, numel in self._owned)
 
     @cached_property
     def master(self) -> int:
@@ -229,34 +192,55 @@ class Prediction:
         return sum(len(shard) * (2 if buffer.has_remainders else buffer.update_dtype.itemsize) for buffer, shard in held)
 
     @cached_property
-    def _own_shards(self) -> list[tuple[BufferPlan, range]]:
-        """The shard of this rank of each bucket, with the buffer that it lies in."""
-        return [(buffer, shards[self.rank]) for buffer in self.plan.buffers for shards in buffer.layout.shards]
-
-    @cached_property
     def consolidated(self) -> int:
         """Bytes in the main memory of rank 0 while it saves a consolidated checkpoint: weights and state of all ranks."""
         specs = zip(self.plan.params, self.plan.update_dtypes, strict=True)
         return self.frozen + sum(self.plan.state_bytes) + sum(spec.numel * dtype.itemsize for spec, dtype in specs)
 
-    def _accumulating(self, activations: Activations) -> list[int]:
-        """Return the largest bytes of full gradients and activations where gradients accumulate in their own memory."""
-        if self.micro_steps == 1 or self.in_place:
-            return []
+    def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
+        return self.full_gradients if point in ("accumulating", "before step") else 0, 0
+
+    def _largest_of_a_step(self, activations: Activations) -> int:
+        """Return the largest bytes of gradients, buckets and activations together."""
+        return self._accumulating(activations, self.micro_steps)
+
+    def _accumulating(self, activations: Activations, micro_steps: int) -> int:
+        """Return the largest bytes of gradients and activations while the gradients of some micro-steps accumulate."""
         before, embedding = activations.before_embedding, activations.embedding
-        if self.micro_steps == 2:  # in the first backward, and until the last one
-            return [self.full_gradients - self._last_gradient + embedding, self.full_gradients + before]
-        return [self.full_gradients + max(before, embedding)]
+        if micro_steps > 1:
+            return self.full_gradients + max(before, embedding)
+        return max(before, self.full_gradients - self._last_gradient + embedding)
+
+    def _before_last_backward(self, activations: Activations) -> int:
+        """Return the same until the last backward, if it moves gradients that have accumulated elsewhere into buckets."""
+        if self.micro_steps == 1 or self.in_place or self.shard_gradients:
+            return 0
+        earlier = self._accumulating(activations, self.micro_steps - 1)
+        return max(earlier, self.full_gradients + activations.before_embedding)
+
+    def _bytes_of(self, spec: ParameterSpec) -> int:
+        """Return the bytes of a weight, and of its gradient."""
+        return spec.numel * (self.plan.param_dtype or spec.dtype).itemsize
+
+    @property
+    def _owned(self) -> list[tuple[torch.dtype, ParameterSpec, int]]:
+        """Of each slice that is updated: the dtype of the update, the spec of the parameter and the number of elements."""
+        dtypes, specs = self.plan.update_dtypes, self.plan.params
+        return [(dtypes[slice_.param], specs[slice_.param], slice_.numel) for slice_ in self.plan.slices(self.rank)]
 
     @cached_property
+    def _own_shards(self) -> list[tuple[BufferPlan, range]]:
+        """The shard of this rank of each bucket, with the buffer that it lies in."""
+        return [(buffer, shards[self.rank]) for buffer in self.plan.buffers for shards in buffer.layout.shards]
+
+    @cached_property
+    def _last_parameter(self) -> int:
+        """Number of the parameter whose gradient arrives last: the one that is registered first."""
+        return min(range(len(self.plan.params)), key=lambda number: self.plan.params[number].position)
+
+    @property
     def _last_gradient(self) -> int:
-        """Bytes of the gradient that arrives last: that of the parameter that is registered first."""
-        return 0 if self._last_parameter is None else self._bytes_of(self.plan.params[self._last_parameter])
-
-    @cached_property
-    def _last_parameter(self) -> int | None:
-        trainable = [number for number, spec in enumerate(self.plan.params) if spec.requires_grad]
-        return min(trainable, key=lambda number: self.plan.params[number].position, default=None)
+        return self._bytes_of(self.plan.params[self._last_parameter])
 
 
 @dataclass(frozen=True)
@@ -271,9 +255,9 @@ class DataParallelPrediction(Prediction):
         return self.full_gradients * (2 if point == "accumulating" and not self.in_place else 1), 0
 
     def _largest_of_a_step(self, activations: Activations) -> int:
-        outside = self._accumulating(activations)
+        outside = self._before_last_backward(activations)
         own = self._last_gradient if outside else 0  # in the last backward, gradients move into buckets one by one
-        return self.full_gradients + max(activations.before_embedding, own + activations.embedding, *outside)
+        return self.full_gradients + max(activations.before_embedding, own + activations.embedding, outside)
 
 
 @dataclass(frozen=True)
@@ -285,47 +269,45 @@ class ShardedPrediction(Prediction):
         one_way = (self.plan.world_size - 1) * sum(len(shard) * buffer.dtype.itemsize for buffer, shard in self._own_shards)
         sent = {"reduce-scatter": one_way * (self.micro_steps if self.shard_gradients else 1), "all-gather": one_way}
         if replicas > 1:
-            sent["all-reduce"] = sum(2 * own * (replicas - 1) // replicas for own in self._own_bytes(self.micro_steps))
-        if self._rounds:
-            sent["all-to-all"] = sum(sizes.sent for sizes in self._rounds) * self._matrix_itemsize
+            own = [len(shard) * self._gradient_dtype(buffer, self.micro_steps).itemsize for buffer, shard in self._own_shards]
+            sent["all-reduce"] = sum(2 * nbytes * (replicas - 1) // replicas for nbytes in own)
+        if self.matrix_rounds:
+            sent["all-to-all"] = sum(sizes.sent for sizes in self.matrix_rounds) * self._matrix_itemsize
         return sent
 
     @cached_property
     def exposed_share(self) -> float:
         whole = sum(buffer.layout.padded_numel * buffer.dtype.itemsize for buffer in self.plan.buffers)
-        return max(1 / max(1, len(self._own_shards)), 1 - self._bytes_before_last / max(1, whole))
-
-    @property
-    def rounds(self) -> int:
-        return max(1, len(self._rounds))
+        return max(1 / len(self._own_shards), 1 - self._bytes_before_last / whole)
 
     @cached_property
-    def iteration_flops(self) -> int:
-        return owned_flops(self._matrices, self.rank)
+    def matrix_rounds(self) -> list[RoundSizes]:
+        return round_sizes(matrix_plan(self.plan), self.rank)
 
     @property
     def largest_buckets(self) -> int:
-        return self._traffic.peak
+        return self._traffic.largest
 
     @cached_property
-    def decoded(self) -> list[int]:
-        """Bytes of float32 copies of what each bucket has in another form, while it is updated."""
-        is_decoded = self.plan.state_dtype != "float32"
-        found = []
-        for buffer, shard in self._own_shards:
-            copied = len(shard) * buffer.has_remainders
-            for part in buffer.layout.placed_in(shard):
-                spec = self.plan.params[buffer.params[part.param]]
-                # of a matrix there are the directions; its momentum and its gradient are needed earlier, see `exchanged`
-                tensors = 1 if spec.matrices else spec.state_tensors * is_decoded + self._is_narrow(buffer)
-                copied += tensors * part.numel
-            # and after it the masters, with a piece of them that is rounded
-            rounded = (len(shard) + min(len(shard), piece_numel(self.on_cpu))) * buffer.has_remainders
-            found.append(4 * max(copied, rounded) + self._of_codec(len(shard)))
-        return found
+    def update(self) -> int:
+        """Largest bytes that an update takes in addition."""
+        return max(self._decoded(buffer, shard) for buffer, shard in self._own_shards) + self._exchanged
+
+    def _decoded(self, buffer: BufferPlan, shard: range) -> int:
+        """Return the bytes of float32 copies of what a bucket has in another form, while it is updated."""
+        copied = len(shard) * buffer.has_remainders
+        for part in buffer.layout.placed_in(shard):
+            spec = self.plan.params[buffer.params[part.param]]
+            if spec.matrices:  # its directions; its momentum and its gradient are needed earlier, see `_exchanged`
+                copied += part.numel
+            else:
+                copied += part.numel * (spec.state_tensors * self._is_encoded + self._is_narrow(buffer))
+        # and after it the masters, with a piece of them that is rounded
+        rounded = (len(shard) + min(len(shard), piece_numel(self.on_cpu))) * buffer.has_remainders
+        return 4 * max(copied, rounded) + self._of_codec(len(shard))
 
     @cached_property
-    def exchanged(self) -> int:
+    def _exchanged(self) -> int:
         """Largest bytes that the exchange of matrices takes in an update, in a stage of `zero.muon.exchange`.
 
         While a round is sent, there are float32 tensors of its slices, and those of the codec. While the one before it is
@@ -333,103 +315,81 @@ class ShardedPrediction(Prediction):
         and received. The directions of the one before that return, and those of earlier rounds may wait for the update of
         their bucket.
         """
-        if not self._rounds:
+        if not self.matrix_rounds:
             return 0
         nothing, peak = [RoundSizes()] * 2, 0
-        is_encoded, is_narrow = self.plan.state_dtype != "float32", any(map(self._is_narrow, self.plan.buffers))
-        padded = nothing + self._rounds + nothing
+        is_narrow = any(map(self._is_narrow, self.plan.buffers))
+        padded = nothing + self.matrix_rounds + nothing
         for arrived, (returning, transformed, sent) in enumerate(zip(padded, padded[1:], padded[2:], strict=False), -2):
-            waiting = sum(round_.held for round_ in self._rounds[: max(0, arrived)] if round_.until > arrived)
+            waiting = sum(round_.held for round_ in self.matrix_rounds[: max(0, arrived)] if round_.until > arrived)
             waiting += returning.held + returning.received + transformed.received
             message = sent.held + sent.received
             while_transformed = message + transformed.received
             while_transformed += max(transformed.temporary, transformed.received + transformed.held)
             # the result, the gradient and the momentum
-            before_sent = 4 * sent.held * (1 + is_narrow + is_encoded) + self._of_codec(sent.held)
+            before_sent = 4 * sent.held * (1 + is_narrow + self._is_encoded) + self._of_codec(sent.held)
             while_sent = self._matrix_itemsize * transformed.held
             while_sent += max(before_sent, 4 * sent.held + self._matrix_itemsize * message)
             peak = max(peak, self._matrix_itemsize * waiting + max(while_sent, self._matrix_itemsize * while_transformed))
         return peak
-
-    @cached_property
-    def _rounds(self) -> list[RoundSizes]:
-        """What this rank exchanges of matrices in each round; empty: there are none."""
-        return round_sizes(self._matrices, self.rank)
-
-    @cached_property
-    def _matrices(self) -> MatrixPlan:
-        return matrix_plan(self.plan)
 
     @property
     def _matrix_itemsize(self) -> int:
         return next(spec.matrix_dtype for spec in self.plan.params if spec.matrices).itemsize
 
     def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
-        if point == "after wrapping":
-            return 0, 0
         if point == "accumulating" and not self.shard_gradients:
             return self.full_gradients, 0  # kept buckets are freed
-        if point == "accumulating":  # the last reduce-scatter is in flight
-            arrived = self._own_bytes(self.micro_steps - 1)[:-1]
-            arrived += self._own_bytes(self.micro_steps - 2)[-1:] if self.micro_steps > 2 else []
-            return sum(arrived), self._traffic.in_flight
-        if point == "before step":
-            return sum(self._own_bytes(self.micro_steps)), self._traffic.before_step
-        return 0, self._traffic.after_step
+        return self._traffic.at.get(point, (0, 0))
 
     def _largest_of_a_step(self, activations: Activations) -> int:
         forward, loss = activations.forward, activations.loss
-        local = [] if self.shard_gradients else self._accumulating(activations)
-        if self.shard_gradients and self.micro_steps > 1:
-            local = [
-                sum(self._gradients_and_buckets("accumulating")) + forward,
-                sum(self._own_bytes(self.micro_steps - 1)) + self._traffic.between + loss,
-            ]
-        update = sum(self._gradients_and_buckets("before step")) + max(self.decoded, default=0) + self.exchanged
         # until the first gradient of an iteration arrives, there is what the step before has left
-        return max(*local, self._traffic.after_step + max(forward, loss), self._while_sending(activations), update)
+        beside = {"after step": max(forward, loss), "accumulating": forward, "between": loss, "before step": self.update}
+        found = [sum(held) + beside[point] for point, held in self._traffic.at.items()]
+        return max(*found, self._while_sending(activations), self._before_last_backward(activations))
 
     def _while_sending(self, activations: Activations) -> int:
         """Return the largest bytes of gradients, buckets and activations while a backward sends gradients."""
         layers, embedding = activations.layers, activations.embedding
         accumulated = self.full_gradients if self.micro_steps > 1 and not self.shard_gradients else 0
         before_last = max(1, self._bytes_before_last)
+        before_first_layer = max(1, before_last - activations.first_layer_gradients)  # which ends the phase of the layers
 
         def held(moved: float) -> int:
             """Return gradients and activations when `moved` bytes are in buckets: layers free both at the same rate."""
+            if moved == math.inf:  # after backward
+                return 0
             if moved > before_last:
-                return self._last_gradient if moved < math.inf else 0
-            # until the last phase, which begins with the first layer
-            freed = max(0, layers - embedding) * min(1.0, moved / max(1, before_last - activations.first_layer_gradients))
-            return (embedding if moved == before_last else layers - int(freed)) + max(0, accumulated - int(moved))
+                return self._last_gradient
+            freed = int(max(0, layers - embedding) * min(1.0, moved / before_first_layer))
+            return (embedding if moved == before_last else layers - freed) + max(0, accumulated - int(moved))
 
         peak = 0
-        for start, stop, buckets in self._traffic.steps:
-            peak = max(peak, buckets + held(start), buckets + held(max(start, min(stop, before_last))))
+        for start, stop, others in self._traffic.steps:
+            peak = max(peak, others + held(start), others + held(max(start, min(stop, before_last))))
         return peak
-
-    def _frozen_bytes(self, spec: ParameterSpec) -> int:
-        return self._bytes_of(spec)
-
-    def _own_bytes(self, micro_steps: int) -> list[int]:
-        """Return the bytes of the gradient shard of each bucket after some micro-steps."""
-        return [len(shard) * self._gradient_dtype(buffer, micro_steps).itemsize for buffer, shard in self._own_shards]
 
     def _gradient_dtype(self, buffer: BufferPlan, micro_steps: int) -> torch.dtype:
         """Return the dtype of the gradient shards: sums over ranks and, with shard_gradients, micro-steps, or one gradient."""
         has_one_term = self.world_size == 1 and not (self.shard_gradients and micro_steps > 1)
         return buffer.dtype if has_one_term else buffer.update_dtype
 
-    def _of_codec(self, numel: int) -> int:
-        """Return the bytes of what a codec computes while it encodes the state of so many elements, in pieces."""
-        codec = codec_of(self.plan.state_dtype)
-        return 0 if codec is None else codec.scratch * min(numel, piece_numel(self.on_cpu))
-
     def _is_narrow(self, buffer: BufferPlan) -> bool:
         """Return whether an update needs copies of the gradients in its own dtype."""
         return self._gradient_dtype(buffer, self.micro_steps) != buffer.update_dtype
 
     @property
+    def _is_encoded(self) -> bool:
+        """Whether an update needs the state in float32."""
+        return self.plan.state_dtype != "float32"
+
+    def _of_codec(self, numel: int) -> int:
+        """Return the bytes of what a codec computes while it encodes the state of so many elements, in pieces."""
+        codec = codec_of(self.plan.state_dtype)
+        return 0 if codec is None else codec.scratch * min(numel, piece_numel(self.on_cpu))
+
+    @cached_property
     def _bytes_before_last(self) -> int:
         """Bytes of the buckets before the place of the gradient that arrives last."""
         before = 0
@@ -441,61 +401,14 @@ class ShardedPrediction(Prediction):
 
     @cached_property
     def _traffic(self) -> Traffic:
-        """The reduce-scatters of an iteration, bucket by bucket, as ShardedDataParallel runs them."""
-        traffic = Traffic(self.on_cpu)
-        stop: float = 0  # bytes of gradients in buckets; after backward infinite
-        arrived: Counter[int] = Counter()
-        in_flight: list[int] = []  # at most one bucket
-        # by number: bucket, received, shard after the first micro-step and after the last one
-        buckets: list[tuple[FlatTensor, list[FlatTensor], FlatTensor, FlatTensor]] = []
+        ranks, buckets = self.plan.world_size, []
         for buffer, shard in self._own_shards:
-            ranks, native = self.plan.world_size, buffer.dtype in SUMMED_BY_NCCL
-            numels = received_numels(len(shard), ranks, self.on_cpu, native) if ranks > 1 else []
-            received = [(numel, buffer.dtype) for numel in numels]
-            bucket = (self.plan.world_size * len(shard), buffer.dtype)
-            first, last = ((len(shard), self._gradient_dtype(buffer, micro_steps)) for micro_steps in (1, self.micro_steps))
-            buckets.append((bucket, received, first, last))
-
-        def finish() -> None:
-            for number in in_flight:
-                bucket, received, first, shard = buckets[number]
-                is_alone = self.world_size == 1
-                left = [bucket] if is_alone else received  # on a single rank, the bucket may be the shard
-                if not arrived[number]:
-                    left = traffic.hold(first, left)
-                elif arrived[number] == 1 and shard != first:  # a single gradient becomes a sum
-                    traffic.drop(first)
-                    traffic.hold(shard, [])
-                traffic.add_step(stop, stop)
-                arrived[number] += 1
-                for tensor in left if is_alone else (*left, bucket):
-                    traffic.release(tensor)
-            in_flight.clear()
-
-        for _ in range(2):  # the second iteration finds what the first one has left in the pool
-            arrived.clear()
-            if self.micro_steps > 1 and not self.shard_gradients:
-                traffic.clear()
-            for _ in range(min(3, self.micro_steps) if self.shard_gradients else 1):
-                traffic.in_flight = traffic.now
-                finish()
-                traffic.between = traffic.now
-                stop, traffic.steps = 0, []
-                for number, (bucket, received, *_) in enumerate(buckets):
-                    start, stop = stop, stop + nbytes_of(bucket)
-                    traffic.acquire(bucket)
-                    traffic.add_step(start, stop)
-                    finish()
-                    for tensor in received:
-                        traffic.acquire(tensor)
-                    traffic.add_step(stop, stop)
-                    in_flight.append(number)
-            stop = math.inf
-            finish()
-            if self.shard_gradients:
-                traffic.clear()
-            traffic.before_step = traffic.now
-            for *_, last in buckets:
-                traffic.drop(last)
-            traffic.after_step = traffic.now
+            own, dtype = len(shard), buffer.dtype
+            numels = received_numels(own, ranks, self.on_cpu, dtype in SUMMED_BY_NCCL) if ranks > 1 else []
+            first, last = (FlatTensor(own, self._gradient_dtype(buffer, micro_steps)) for micro_steps in (1, self.micro_steps))
+            received = [FlatTensor(numel, dtype) for numel in numels]
+            buckets.append(BucketTensors(FlatTensor(ranks * own, dtype), received, first, last))
+        traffic = Traffic(buckets, KEPT_BYTES if self.on_cpu else math.inf, is_alone=self.world_size == 1)
+        for _ in range(2):
+            traffic.run_iteration(self.micro_steps, self.shard_gradients)
         return traffic

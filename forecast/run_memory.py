@@ -42,7 +42,7 @@ class Forecast:
     @property
     def peak(self) -> int:
         """Peak bytes while training."""
-        return self.prediction.peak(self.activations)
+        return max(self.prediction.construction, self.prediction.peak_of_training(self.activations))
 
     @property
     def saving_peak(self) -> int:
@@ -94,21 +94,32 @@ def forecast(
         saving: see `Forecast`.
         **how: see `Prediction`.
     """
-    state = plan.state_bytes
-    kind = ShardedPrediction if plan.buffers else DataParallelPrediction if distributed else Prediction
+    state, kind = plan.state_bytes, DataParallelPrediction if distributed else Prediction
+    if plan.buffers:
+        kind = ShardedPrediction
     return Forecast(kind(plan, state.index(max(state)), **how), activations, **(saving or {}))
 
 
 def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
     """Return the result of `activations.predict`. It is kept in a file, because the fake tensors take a second to import."""
-    known = _read_cache()
-    key = f"{workload} {param_dtype} {_version()}"
+    known, key = _known(), f"{workload} {param_dtype} {_version()}"
     if key not in known:
         from forecast import activations  # only here: see above
 
         known[key] = activations.predict(workload, param_dtype)
-        _write_cache(known)
+        with suppress(OSError):  # a home that cannot be written to: the next prediction takes a second longer
+            os.makedirs(os.path.dirname(_CACHE), exist_ok=True)
+            with open(f"{_CACHE}.{os.getpid()}", "w") as file:
+                json.dump(known, file)
+            os.replace(file.name, _CACHE)
     return Activations(*known[key])
+
+
+@cache
+def _known() -> dict[str, Any]:
+    with suppress(OSError, ValueError), open(_CACHE) as file:  # if it is missing or damaged, it will be written again
+        return json.load(file)
+    return {}
 
 
 @cache
@@ -118,22 +129,6 @@ def _version() -> str:
     sources = (folder.parent / "model.py").read_bytes() + (folder / "activations.py").read_bytes()
     cpu = [multiplies_in_float32(transposed) for transposed in (False, True)]
     return f"torch {torch.__version__} {hashlib.sha256(sources).hexdigest()[:16]} {cpu}"
-
-
-@cache
-def _read_cache() -> dict[str, Any]:
-    with suppress(OSError, ValueError), open(_CACHE) as file:  # if it is missing or damaged, it will be written again
-        if isinstance(known := json.load(file), dict):
-            return known
-    return {}
-
-
-def _write_cache(known: dict[str, Any]) -> None:
-    with suppress(OSError):  # a home that cannot be written to: the next prediction takes a second longer
-        os.makedirs(os.path.dirname(_CACHE), exist_ok=True)
-        with open(f"{_CACHE}.{os.getpid()}", "w") as file:
-            json.dump(known, file)
-        os.replace(file.name, _CACHE)
 
 
 def with_own_state(specs: Sequence[ParameterSpec], optimizer: torch.optim.Optimizer) -> tuple[ParameterSpec, ...]:

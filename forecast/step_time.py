@@ -67,7 +67,7 @@ class Network(NamedTuple):
         earlier = max(0.0, not_hidden(each, backward) - forward)  # what is left runs beside the next forward
         return {
             "reduce-scatter" if each else "all-reduce": (sending - 1) * earlier + last,
-            "all-to-all": not_hidden(took["all-to-all"], newton_schulz, 1 / prediction.rounds),
+            "all-to-all": not_hidden(took["all-to-all"], newton_schulz, 1 / max(1, len(prediction.matrix_rounds))),
             "all-gather": not_hidden(took["all-gather"], forward),
             "broadcast": took["broadcast"],
         }

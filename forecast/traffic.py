@@ -1,71 +1,102 @@
-"""Bytes of communication buffers over an iteration. Arithmetic only."""
+"""The tensors of the reduce-scatters of an iteration, bucket by bucket, as ShardedDataParallel holds them. Arithmetic only."""
 
 import math
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 
-from zero.collectives import KEPT_BYTES
 
-FlatTensor = tuple[int, torch.dtype]  # number of elements, dtype
+class FlatTensor(NamedTuple):
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class BucketTensors(NamedTuple):
+    """The tensors of the gradients of a bucket."""
+
+    bucket: FlatTensor
+    received: list[FlatTensor]  # all are equal
+    shard: FlatTensor  # after the first micro-step that is sent
+    total: FlatTensor  # after the others
 
 
 class Traffic:
-    """Counts the bytes that communication takes, with those that a `zero.collectives.Pool` keeps, and without shards."""
+    """Counts the bytes of communication buffers, with those that a `zero.collectives.Pool` keeps, and of gradient shards.
 
-    def __init__(self, on_cpu: bool) -> None:
-        self.now = 0
-        self.peak = 0
-        self.in_flight = 0  # at the end of the last backward but one
-        self.between = 0  # when that has arrived
-        self.before_step = self.after_step = 0
-        self.shards = 0  # bytes of the shards that have arrived in this iteration
-        self.steps: list[tuple[float, float, int]] = []  # of the last backward, see `add_step`
-        self._smallest_kept = KEPT_BYTES if on_cpu else math.inf
-        self._free: Counter[FlatTensor] = Counter()  # what the pool keeps
-        self._free_shards = 0  # bytes of this that shards have left there, and will take again
+    Args:
+        buckets: in the order in which they are sent.
+        kept_bytes: smallest tensor that the pool keeps.
+        is_alone: there is a single rank, whose bucket may become the shard.
+    """
 
-    def acquire(self, tensor: FlatTensor) -> None:
-        if self._free[tensor]:
-            self._free[tensor] -= 1
-        else:
-            self.now += nbytes_of(tensor)
-            self.peak = max(self.peak, self.now - self._free_shards)
+    def __init__(self, buckets: list[BucketTensors], kept_bytes: float, is_alone: bool) -> None:
+        self.largest = 0  # most bytes in use at one time, without shards
+        # by point of a step: bytes of shards, and of all else. "between": the buckets of a micro-step have arrived
+        self.at: dict[str, tuple[int, int]] = {}
+        # of the last backward: bytes of everything while the bytes of gradients in buckets rise from a start to a stop
+        self.steps: list[tuple[float, float, int]] = []
+        self._buckets, self._kept_bytes, self._is_alone = buckets, kept_bytes, is_alone
+        self._in_flight: Counter[FlatTensor] = Counter()  # the tensors of at most one bucket
+        self._shards: Counter[FlatTensor] = Counter()
+        self._kept: Counter[FlatTensor] = Counter()  # those in use that the pool will keep, and those that it has
 
-    def release(self, tensor: FlatTensor) -> None:
-        if nbytes_of(tensor) >= self._smallest_kept:
-            self._free[tensor] += 1
-        else:
-            self.now -= nbytes_of(tensor)
+    def run_iteration(self, micro_steps: int, shard_gradients: bool) -> None:
+        """Count an iteration. The second one finds what the first one has left in the pool."""
+        if micro_steps > 1 and not shard_gradients:
+            self._kept.clear()  # before the micro-steps that are not sent
+        backwards = min(4, micro_steps) if shard_gradients else 1  # more of them are alike
+        for micro_step in range(backwards):
+            filled, self.steps = 0, []  # bytes of gradients in buckets
+            for number, tensors in enumerate(self._buckets):
+                start, filled = filled, filled + tensors.bucket.nbytes
+                self._in_flight[tensors.bucket] += 1
+                self._add_step(start, filled)
+                if number > 0:
+                    self._arrive(self._buckets[number - 1], micro_step)
+                    self._add_step(filled, filled)
+                self._in_flight = Counter([tensors.bucket, *tensors.received])
+                self._add_step(filled, filled)
+            if micro_step < backwards - 1:
+                self._note("accumulating")
+            self._arrive(self._buckets[-1], micro_step)
+            self._add_step(math.inf, math.inf)
+            self._in_flight.clear()
+            if micro_step < backwards - 1:
+                self._note("between")
+        if shard_gradients:
+            self._kept.clear()
+        self._note("before step")
+        self._shards.clear()
+        self._note("after step")
 
-    def clear(self) -> None:
-        """Free what the pool keeps."""
-        self.now -= sum(nbytes_of(tensor) * count for tensor, count in self._free.items())
-        self._free.clear()
-        self._free_shards = 0
+    def _arrive(self, sent: BucketTensors, micro_step: int) -> None:
+        """Make the sum of a bucket that was in flight a shard, or add it to the shard."""
+        if micro_step == 0:
+            if sent.shard in ([sent.bucket] if self._is_alone else sent.received):
+                self._in_flight[sent.shard] -= 1  # whose memory it takes
+            self._shards[sent.shard] += 1
+        elif micro_step == 1:  # a single gradient becomes a sum, which may have another dtype
+            self._shards[sent.shard] -= 1
+            self._shards[sent.total] += 1
 
-    def hold(self, shard: FlatTensor, received: list[FlatTensor]) -> list[FlatTensor]:
-        """Count a tensor as a shard. Its memory is one of `received` if that fits; return the others."""
-        self.shards += nbytes_of(shard)
-        self.now -= nbytes_of(shard)
-        self._free_shards = max(0, self._free_shards - nbytes_of(shard))
-        if shard in received:
-            return received[1:]  # all are equal
-        self.acquire(shard)
-        return received
+    def _everything(self) -> int:
+        """Return the bytes of all tensors, and of those that the pool keeps for later."""
+        in_use = self._in_flight + self._shards
+        self.largest = max(self.largest, _nbytes(in_use) - _nbytes(self._shards))
+        self._kept |= Counter({tensor: count for tensor, count in in_use.items() if tensor.nbytes >= self._kept_bytes})
+        return _nbytes(in_use | self._kept)
 
-    def drop(self, shard: FlatTensor) -> None:
-        """Release a shard."""
-        self.shards -= nbytes_of(shard)
-        self.now += nbytes_of(shard)
-        self.release(shard)
-        self._free_shards += nbytes_of(shard) if nbytes_of(shard) >= self._smallest_kept else 0
+    def _note(self, point: str) -> None:
+        self.at[point] = _nbytes(self._shards), self._everything() - _nbytes(self._shards)
 
-    def add_step(self, start: float, stop: float) -> None:
-        """Note the bytes of communication and shards while the bytes of gradients in buckets rise from `start` to `stop`."""
-        self.steps.append((start, stop, self.now + self.shards))
+    def _add_step(self, start: float, stop: float) -> None:
+        self.steps.append((start, stop, self._everything()))
 
 
-def nbytes_of(tensor: FlatTensor) -> int:
-    numel, dtype = tensor
-    return numel * dtype.itemsize
+def _nbytes(tensors: dict[FlatTensor, int]) -> int:
+    return sum(count * tensor.nbytes for tensor, count in tensors.items())

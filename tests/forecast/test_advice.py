@@ -44,21 +44,22 @@ def test_the_recommended_settings_fit(world_size):
     bucket_mb = 0.1 if world_size == 1 else "auto"  # one bucket of everything would take what the flags save on one rank
     for power in range(100):
         limited = {"gpu_memory_gb": 0.1 * 0.9**power, "checkpoint_format": "sharded", "bucket_mb": bucket_mb}
-        if (result := advice.cheapest(planner(**limited), world_size)) is None:
+        before = planner(**limited)
+        if (choice := advice.cheapest(before, world_size)) is None:
             break
-        settings = {key: value for text in result.prices for key, value in arguments(text).items()}
-        again = planner(**limited, **settings)
-        chosen = again.forecast(again.chosen(world_size), world_size)
-        assert chosen.peak == result.result.peak
-        assert again.fits(chosen)
-        rounds = result.choice.flags.param_dtype != "float32" or result.choice.flags.state_dtype == "int8"
-        cost = rounds, again.cost(result.choice, result.result)
+        prices = advice.prices(before, world_size, choice)
+        again = planner(**limited, **{key: value for text in prices for key, value in arguments(text).items()})
+        result = again.forecast(again.chosen(world_size), world_size)
+        assert result.peak == before.forecast(choice, world_size).peak
+        assert again.fits(result)
+        rounds = choice.flags.param_dtype != "float32" or choice.flags.state_dtype == "int8"
+        cost = rounds, again.cost(choice, world_size)
         assert cost >= previous
         previous = cost
-        found |= {key for text in result.prices for key in arguments(text)}
+        found |= {key for text in prices for key in arguments(text)}
     assert {"loss_chunk", "batch_size", "activation_checkpointing", "state_dtype", "param_dtype"} <= found
     assert ("shard_gradients" in found) == (world_size > 1)
-    assert result is None, "everything fits, so this shows less than it should"
+    assert choice is None, "everything fits, so this shows less than it should"
 
 
 def has_bfloat16_weights(choice):
@@ -71,9 +72,9 @@ def test_rounding_is_recommended_where_it_saves_computation_or_bytes():
     for power in range(15):
         limited = planner(gpu_memory_gb=0.1 * 0.8**power, checkpoint_format="sharded")
         exact, rounded = (advice.cheapest(limited, 2, *allowed) for allowed in ((), (has_bfloat16_weights,)))
-        if exact is not None and exact.choice.flags.param_dtype == "float32" and exact.prices:
-            assert rounded.choice.flags.param_dtype == "bfloat16_remainder"
-            found += limited.cost(rounded.choice, rounded.result) < limited.cost(exact.choice, exact.result)
+        if exact is not None and exact.flags.param_dtype == "float32" and advice.prices(limited, 2, exact):
+            assert rounded.flags.param_dtype == "bfloat16_remainder"
+            found += limited.cost(rounded, 2) < limited.cost(exact, 2)
     assert found
 
 
@@ -83,11 +84,11 @@ def test_the_fastest_is_recommended_if_the_speed_is_known():
     chosen = planner(**slow).chosen(2)
     limit = planner(**slow).forecast(replace(chosen, activation_checkpointing=True, loss_chunk=64, batch_size=4), 2)
     found = advice.cheapest(planner(**slow, gpu_memory_gb=limit.peak / 1e9, checkpoint_format="sharded"), 2)
-    assert not found.choice.flags.shard_gradients
+    assert not found.flags.shard_gradients
 
 
 def test_nothing_is_recommended_where_the_settings_fit():
-    assert advice.cheapest(planner(), 2).prices == {}
+    assert advice.prices(planner(), 2, advice.cheapest(planner(), 2)) == {}
 
 
 def test_the_answers_of_find_are_the_largest_that_fit():
@@ -110,8 +111,8 @@ def test_the_answers_of_find_are_the_largest_that_fit():
 
 def test_communication_that_computation_cannot_hide():
     """8 ranks on two machines: a ring crosses to the other machine from one of four ranks."""
-    choice = planner().chosen(8)
-    prediction = planner(bucket_mb=0.1).forecast(choice, 8).prediction
+    small = planner(bucket_mb=0.1)
+    prediction = small.forecast(small.chosen(8), 8).prediction
     (buffer,) = prediction.plan.buffers
     embedding = buffer.layout.padded_numel - buffer.layout.offsets[buffer.params.index(0)]  # it is registered first
     share = embedding / buffer.layout.padded_numel
@@ -151,7 +152,7 @@ def test_the_time_of_a_run():
     """At an MFU of 50 %, one A100 does 156 TFLOP/s; checkpointing adds the forward once more."""
     one = planner(device="cuda", gpu="A100", mfu=50.0, **NOTHING_FITS)
     choices = one.chosen(1), one.everything(1)
-    plain, checkpointing = (one.figures("", choice, one.forecast(choice, 1), True) for choice in choices)
+    plain, checkpointing = (one.figures("", choice, 1) for choice in choices)
     assert plain["seconds"] == pytest.approx(16 * 64 * GPT(CONFIG).flops_per_token() / 156e12)
     assert checkpointing["seconds"] == pytest.approx(4 / 3 * plain["seconds"])
     assert planner(**NOTHING_FITS).rows(1)[0]["seconds"] == 0
@@ -227,7 +228,7 @@ def test_what_fsdp2_sends_and_takes():
     for micro_steps, by_rank in zip((1, 4), sends, strict=True):
         settings = {**planner(**NOTHING_FITS).settings, "gradient_accumulation_steps": 2 * micro_steps}
         of_run = Planner(settings, SIZES_OF_FSDP[1])
-        row = of_run.fully_sharded(2, of_run.chosen(2))
+        row = of_run.figures("", of_run.fully_sharded(of_run.chosen(2)), 2)
         plain = of_run.forecast(replace(of_run.chosen(2), flags=MODES["adamw"].flags), 2).prediction
         all_reduce = plain.sent()["all-reduce"]
         units = SIZES_OF_FSDP[1].n_layer + 1
@@ -236,7 +237,8 @@ def test_what_fsdp2_sends_and_takes():
             assert at_best == (all_reduce, {"all-gather": units, "reduce-scatter": units})
     for sizes, (after, before, peak) in zip(SIZES_OF_FSDP, takes, strict=True):
         settings = {**planner(**NOTHING_FITS).settings, "batch_size": 1, "gradient_accumulation_steps": 4}
-        row = Planner(settings, sizes).fully_sharded(2, Planner(settings, sizes).chosen(2))
+        of_run = Planner(settings, sizes)
+        row = of_run.figures("", of_run.fully_sharded(of_run.chosen(2)), 2)
         assert row["parameters"] + row["state"] == pytest.approx(after, rel=0.02)
         assert row["parameters"] + row["state"] + row["gradients"] == pytest.approx(before, rel=0.02)
         assert 0.98 * peak <= row["peak"] <= 1.02 * peak

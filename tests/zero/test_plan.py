@@ -90,7 +90,9 @@ def planned_and_built(setting):
     for param in model.parameters():  # so that there is state of every one
         param.grad = torch.ones_like(param) if param.requires_grad else None
     optimizer.step()
-    held, predicted = held_bytes(optimizer), Prediction(planned, rank).at("after step")
+    trained = plan(parameter_specs(meta.param_groups(), meta.parameters()), world_size, Options(**kwargs))
+    frozen = sum(param.nbytes for param in model.frozen.parameters())
+    held, predicted = held_bytes(optimizer), Prediction(trained, rank, frozen=frozen).at("after step")
     for key in ("parameters", "state", "master"):
         assert (held[key], held[key] > 0) == (predicted[key], key != "master" or setting == "masters")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from nets import TINY_MB, average_gradients, backward, inputs, late_on_the_last_rank, net
+from nets import TINY_MB, backward, inputs, late_on_the_last_rank, net
 from ranks import run_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,16 +27,13 @@ Tensors = list[torch.Tensor]
 class Wrap:
     """Wraps a module with this package's two classes, or with torch's."""
 
-    def __init__(self, sharded: bool = True, by_hand: bool = False) -> None:
-        self.sharded, self.by_hand = sharded, by_hand
+    def __init__(self, sharded: bool) -> None:
+        self.sharded = sharded
 
     def optimizer(self, params: Any, cls: Any = torch.optim.AdamW, **options: Any) -> Any:
         return ShardedOptimizer(params, cls, bucket_mb=TINY_MB, lr=0.01, **options) if self.sharded else cls(params, lr=0.01)
 
     def model(self, module: nn.Module, optimizer: Any, **options: Any) -> Any:
-        if self.by_hand:
-            optimizer.register_step_pre_hook(lambda *_: average_gradients(module.parameters()))
-            return module
         if not self.sharded:
             return DistributedDataParallel(module, **({"find_unused_parameters": "static_graph" not in options} | options))
         return ShardedDataParallel(module, optimizer)
@@ -103,6 +100,12 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().sum()
 
 
+def backward_of_each(losses: Tensors, model: nn.Module) -> None:
+    """Under DistributedDataParallel, whose ranks would get different weights, only one of the sum."""
+    for loss in [sum(losses)] if isinstance(model, DistributedDataParallel) else losses:
+        loss.backward(retain_graph=True)
+
+
 def named(functions: type) -> dict[str, Any]:
     return {name.replace("_", " "): each for name, each in vars(functions).items() if callable(each)}
 
@@ -131,6 +134,13 @@ class Each:
     def an_empty_batch(model, module, step):
         loss_of(model, inputs(step)[: 0 if dist.get_rank() == step % 2 else 4 - step]).backward()
 
+    def backward_twice(model, module, step):
+        backward_of_each([loss_of(model, inputs(step))] * 2, model)
+
+    def two_losses(model, module, step):
+        first, second = model(inputs(step)).split([1, 2], dim=1)
+        backward_of_each([first.square().sum(), second.abs().sum()], model)
+
     def failing_forward(model, module, step):
         hook = module[2].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -143,20 +153,6 @@ class Each:
             model(inputs(step))
             1 / 0  # noqa: B018
         backward(model, step)
-
-
-class EachByHand:
-    """The ranks of DistributedDataParallel get different weights, so the gradients are averaged by hand."""
-
-    def backward_twice(model, module, step):
-        loss = loss_of(model, inputs(step))
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    def two_losses(model, module, step):
-        first, second = model(inputs(step)).split([1, 2], dim=1)
-        first.square().sum().backward(retain_graph=True)
-        second.abs().sum().backward()
 
 
 def penalty_of_gradients(share_of_loss, model, module, step):
@@ -209,12 +205,6 @@ def saliency_on_one_rank(when, model, module, step):
     loss.backward()
     if now == "after":
         torch.autograd.grad(module(x).sum(), x)
-
-
-def a_batch_dropped(by_wrapper, model, module, step):
-    backward(model, 100 + step)
-    (model if by_wrapper else module).zero_grad()
-    backward(model, step)
 
 
 def gradients_of_zero(model, module, optimizer, step):
@@ -395,8 +385,8 @@ class TrainingOf:
         return weights(module)
 
 
-def scaled(enabled, model, module, optimizer):
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, enabled=enabled)
+def scaled(model, module, optimizer):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
     for step in range(3):
         scaler.scale(loss_of(model, inputs(step))).backward()
         scaler.unscale_(optimizer)
@@ -415,7 +405,6 @@ BEHAVIOURS: dict[str, Any] = {
     **named(TrainingOf),
     **each_with(penalty_of_gradients, 100, 0),
     **each_with(saliency_on_one_rank, "before", "between", "other forward", "after"),
-    **each_with(a_batch_dropped, True, False),
     **{f"output in a {kind}": loop(partial(output_of_kind, kind), partial(with_output, kind)) for kind in OUTPUTS},
     "siamese": loop(lambda model, _, step: loss_of(lambda x: model(x) - model(inputs(step + 50)), inputs(step)).backward()),
     "detect_anomaly": loop(partial(under, partial(torch.autograd.detect_anomaly, check_nan=False))),
@@ -429,12 +418,7 @@ BEHAVIOURS: dict[str, Any] = {
     "no_sync": loop(partial(no_sync, True, True, True)),
     "no_sync around forward": loop(partial(no_sync, True, False, True)),
     "no_sync around backward": loop(partial(no_sync, False, True, True)),
-    "buffers": loop(make=Buffers),
-    "BatchNorm": loop(
-        partial(no_sync, True, True, True),
-        lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
-        evaluated_after_step,
-    ),
+    "buffers": loop(partial(no_sync, True, True, True), Buffers, evaluated_after_step),
     "freeze": loop(between=lambda module, step: module[0].requires_grad_(step % 2 == 0)),
     "prune": loop(between=lambda module, step: step == 1 and prune.l1_unstructured(module[0], "weight", 0.3)),
     "load": loop(between=partial(load, True)),
@@ -455,25 +439,21 @@ BEHAVIOURS: dict[str, Any] = {
     ),
     "step hooks": on(net, partial(step_hooks, False)),
     "global step hooks": on(net, partial(step_hooks, True)),
-    "a disabled scaler": on(net, partial(scaled, False)),
+    "a disabled scaler": on(net, scaled),
     "complex parameters": loop(
         lambda model, _, step: model(inputs(step) + 0j).abs().square().sum().backward(),
         lambda: nn.Linear(8, 3, dtype=torch.complex64),
     ),
 }
-AVERAGED_BY_HAND = {name: loop(each) for name, each in named(EachByHand).items()}
 REFUSED: dict[str, Any] = {
     "a buffer on one rank": (loop(make=partial(Buffers, True)), "buffers differ between the ranks"),
-    "a scaler": (on(net, partial(scaled, True)), r"this gradient cannot be read or written: .*optimizer\.clip_grad_norm_"),
     "no_sync around the last backward": (loop(partial(no_sync, False, True, False)), "must run outside of no_sync"),
 }
 
 
 def is_torchs_own(name: str) -> None:
-    trains = (BEHAVIOURS | AVERAGED_BY_HAND)[name]
     with late_on_the_last_rank():
-        expected = trains(Wrap(sharded=False, by_hand=name in AVERAGED_BY_HAND))
-        result = trains(Wrap())
+        expected, result = (BEHAVIOURS[name](Wrap(sharded)) for sharded in (False, True))
     assert all(tensor.isfinite().all() for tensor in result)
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
 
@@ -481,11 +461,11 @@ def is_torchs_own(name: str) -> None:
 def is_refused(name: str) -> None:
     trains, reason = REFUSED[name]
     with late_on_the_last_rank(), pytest.raises(RuntimeError, match=reason):
-        trains(Wrap())
+        trains(Wrap(sharded=True))
 
 
 def test_behaviours_are_those_of_torchs_own():
-    run_in_turn(2, *(partial(is_torchs_own, name) for name in BEHAVIOURS | AVERAGED_BY_HAND))
+    run_in_turn(2, *(partial(is_torchs_own, name) for name in BEHAVIOURS))
 
 
 def test_what_differs_is_refused():

@@ -83,12 +83,9 @@ def flags_that_do_not_go_together():
     with pytest.raises(ValueError, match="Invalid learning rate"):
         build(model, groups, lr=-1.0)
     for others in ({"use_zero1": False}, {"zero1_impl": "torch"}):
-        for flags, message in (
-            ({"param_dtype": "bfloat16"}, "param_dtype=bfloat16 needs use_zero1=True"),
-            ({"shard_gradients": True}, "shard_gradients=True needs use_zero1=True, zero1_impl='sharded'"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                build(model, groups, Flags(**others, **flags))
+        for name, value in (("param_dtype", "bfloat16"), ("state_dtype", "int8"), ("shard_gradients", True), ("shard_size", 2)):
+            with pytest.raises(ValueError, match=f"{name}={value} needs use_zero1=True, zero1_impl='sharded'"):
+                build(model, groups, Flags(**others, **{name: value}))
 
 
 def test_what_is_built():

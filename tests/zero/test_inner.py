@@ -1,7 +1,6 @@
 """The inner optimizer: its state, and its calls."""
 
 import copy
-from collections import OrderedDict
 from functools import partial
 from unittest import mock
 
@@ -20,18 +19,10 @@ class MyAdamW(torch.optim.AdamW):
     pass
 
 
-class WithExtraState(nn.Linear):
-    def get_extra_state(self):
-        return OrderedDict(calls=[1, 2])
-
-    def set_extra_state(self, state):
-        assert state == {"calls": [1, 2]}
-
-
 def consolidated(optimizer_cls):
-    """Zero-size, frozen, channels_last and transposed parameters, and extra state: as the unsharded optimizer has them."""
+    """Zero-size, frozen, channels_last and transposed parameters: as the unsharded optimizer has them."""
     torch.manual_seed(0)
-    module = nn.Sequential(WithExtraState(8, 8), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
+    module = nn.Sequential(nn.Linear(8, 8), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
     module.empty = nn.Parameter(torch.zeros(0, 3))
     module.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     module.expanded = nn.Parameter(torch.ones(3, 1).expand(3, 2), requires_grad=False)
@@ -60,8 +51,6 @@ def consolidated(optimizer_cls):
                 assert torch.equal(whole["state"][index][key], value), (index, key)
                 assert whole["state"][index][key].stride() == value.stride(), (index, key)
         assert weights.keys() == plain.state_dict().keys()
-        assert type(weights["0._extra_state"]) is OrderedDict
-        assert weights.pop("0._extra_state") == {"calls": [1, 2]}
         assert all(torch.equal(weights[name], plain.state_dict()[name]) for name in weights)
     states = [whole]
     dist.broadcast_object_list(states)

@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam, AdamW
 from toy import assert_equal, weights
 
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
+from zero.build import clip_grad_norm_
 from zero.checkpoint import CheckpointError, consolidate
 from zero.muon.muon import orthogonalized
 
@@ -320,6 +321,31 @@ def norms():
             optimizer.clip_grad_norm_(1.0, wrong)
 
 
+def clipped(value):
+    """The norm and the clipped gradients of slices, against torch's of whole ones; one gradient is not contiguous."""
+    torch.manual_seed(0)
+    gradients = [torch.randn(6, 5), torch.randn(5, 4).t(), torch.randn(7), torch.randn(())]
+    gradients[1][2, 3] = value
+    params, oracle = ([torch.nn.Parameter(torch.zeros_like(g)) for g in gradients] for _ in range(2))
+    sharded = ShardedOptimizer(params, SGD, bucket_mb=0.0001, lr=1.0)
+    plain = SGD(oracle, lr=1.0)
+    for param, other, gradient in zip(params, oracle, gradients, strict=True):
+        param.grad, other.grad = gradient.clone(memory_format=torch.preserve_format), gradient.clone()
+    for optimizer in (sharded, plain):
+        clip_grad_norm_(optimizer, torch.inf)  # only measures
+    torch.testing.assert_close([other.grad for other in oracle], gradients, rtol=0, atol=0, equal_nan=True)
+    norm, expected = sharded.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(oracle, 0.1)
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0, equal_nan=True)
+    if norm.isfinite():
+        assert sharded.clip_grad_norm_(torch.inf) == pytest.approx(0.1, rel=1e-3)
+    for param, other in zip(params, oracle, strict=True):  # on every rank: a loop may add to them
+        torch.testing.assert_close(param.grad, other.grad, rtol=1e-6, atol=1e-9, equal_nan=True)
+    sharded.step()
+    plain.step()
+    for param, other in zip(params, oracle, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
 class Averaged(SGD):
     """Weights that are interpolated in `eval`, as those of schedule-free classes are."""
 
@@ -388,6 +414,9 @@ def train_and_eval(tolerance=0.0, **options):
 def test_norms_train_and_eval():
     options = {"param_dtype": "bfloat16_remainder", "state_dtype": "bfloat16"}
     run_in_turn(2, norms, train_and_eval, partial(train_and_eval, 0.05, **options))
+    for value in (1.0, math.inf, math.nan):
+        clipped(value)  # in this process
+    run_in_turn(3, *(partial(clipped, value) for value in (1.0, math.inf, math.nan)))
 
 
 def kellers_muon(weight, gradients, lr, wd, momentum):
@@ -443,8 +472,8 @@ def gradients_that_nobody_averaged(broken_step):
 
 
 def on_one_rank(rank):
-    """The group's timeout is two seconds."""
-    optimizer = ShardedOptimizer(net().parameters(), AdamW, dist.new_group(timeout=timedelta(seconds=2)))
+    """The group's timeout is one second."""
+    optimizer = ShardedOptimizer(net().parameters(), AdamW, dist.new_group(timeout=timedelta(seconds=1)))
     if dist.get_rank() == rank:
         missing = "Ranks 1 failed" if rank == 0 else ""  # only rank 0 knows who it is
         with pytest.raises(RuntimeError, match=f"not all ranks are here: .* outside of `if rank == 0`.*{missing}"):

@@ -41,6 +41,7 @@ def test_which_flags_act(flags, implementation, idle):
     assert without_effect(Flags(**flags), 2) == []
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("muon", [False, True])
 def test_remainders_are_float32_masters(muon):
     """Bit for bit, in half the bytes."""

@@ -4,6 +4,8 @@ import enum
 import os
 import pickle
 import random
+import re
+import zlib
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from toy import assert_equal, make_toy, train, weights
 
 from zero import checkpoint as ckpt
 from zero.checkpoint.chunks import read_chunks, write_chunks
-from zero.checkpoint.files import FileSum, file_sum
+from zero.checkpoint.files import file_sum
 from zero.checkpoint.format import read_file
 from zero.checkpoint.state import TensorChunk
 
@@ -85,8 +87,13 @@ def test_damaged_shards(tmp_path):
             path, warning = ckpt.find(str(tmp_path))
             assert ckpt.load(path)["iter_num"] == 1
             assert "\n" not in warning
-            assert str(shards / name) in warning
-            count += 1
+            place, count = re.escape(str(shards / name)), count + 1
+            reasons = (
+                rf"there is no {place}",
+                rf"{place} has \d+ bytes instead of {len(whole)}",
+                rf"the checksum of {place} does",
+            )
+            assert re.search("|".join(reasons), warning)
         (shards / name).write_bytes(whole)
     assert count == 86
     assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
@@ -105,7 +112,7 @@ def test_shards_that_ask_for_code_are_refused_by_name(tmp_path, monkeypatch):
     path = str(tmp_path / "ckpt.pt")
     [shards] = [tmp_path / name for name in os.listdir(tmp_path) if name.startswith("shards_")]
     contents, checkpoint = (shards / ".metadata").read_bytes(), ckpt.load(path)
-    assert FileSum(*read_file(path)["shards"]["files"][".metadata"]) == file_sum(str(shards / ".metadata"))
+    assert read_file(path)["shards"]["files"][".metadata"] == [len(contents), zlib.crc32(contents)]
 
     def is_refused(message):
         with_true_checksums(path, shards)

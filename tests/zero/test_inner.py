@@ -19,6 +19,10 @@ class MyAdamW(torch.optim.AdamW):
     pass
 
 
+def strides_of(state_dict):
+    return {index: [value.stride() for value in state.values()] for index, state in state_dict["state"].items()}
+
+
 def consolidated(optimizer_cls):
     """Zero-size, frozen, channels_last and transposed parameters: as the unsharded optimizer has them."""
     torch.manual_seed(0)
@@ -43,16 +47,16 @@ def consolidated(optimizer_cls):
     whole, weights = checkpoint.consolidate(optimizer), checkpoint.model_state_dict(module, optimizer)
     if dist.get_rank() == 0:
         expected = reference.state_dict()
+        assert strides_of(whole) == strides_of(expected)
         assert whole["param_groups"] == expected["param_groups"]
         assert whole["state"].keys() == expected["state"].keys()
         for index, state in expected["state"].items():
             assert whole["state"][index].keys() == state.keys()
             for key, value in state.items():
                 assert torch.equal(whole["state"][index][key], value), (index, key)
-                assert whole["state"][index][key].stride() == value.stride(), (index, key)
         assert weights.keys() == plain.state_dict().keys()
         assert all(torch.equal(weights[name], plain.state_dict()[name]) for name in weights)
-    states = [whole]
+    states, expected = [whole], strides_of(reference.state_dict())
     dist.broadcast_object_list(states)
     partly_frozen = copy.deepcopy(module)
     partly_frozen[0].requires_grad_(False)  # whose state stays
@@ -62,7 +66,9 @@ def consolidated(optimizer_cls):
     if dist.get_rank() == 0:
         for index, state in whole["state"].items():
             assert all(torch.equal(restored["state"][index][key], value) for key, value in state.items())
-    with pytest.raises(ValueError, match="shards hold contiguous parameters"):
+    checkpoint.restore(reference, states[0])
+    assert strides_of(reference.state_dict()) == expected
+    with pytest.raises(ValueError, match="shards hold contiguous parameters, consolidated files hold any"):
         local_chunks(module, optimizer)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from contents import VALUES, Hostile, restore, save_alone
 from ranks import run_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from toy import assert_equal, make_toy, train, weights
+from toy import assert_equal, make_toy, train
 
 from zero import checkpoint as ckpt
 from zero.checkpoint.chunks import read_chunks, write_chunks
@@ -45,27 +45,6 @@ def rows_and_columns(folder):
 
 def test_state_that_is_kept_by_row_and_column(tmp_path):
     run_ranks(rows_and_columns, 2, str(tmp_path))
-
-
-def test_only_one_file_holds_parameters_with_any_strides(tmp_path):
-    def build(seed):
-        torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last), torch.nn.Linear(3, 5))
-        model[1].weight.data = model[1].weight.data.t().contiguous().t()
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-
-    model, optimizer = build(1)
-    model(torch.randn(2, 3, 4, 4)).square().sum().backward()
-    optimizer.step()
-    with pytest.raises(ckpt.CheckpointError, match="shards hold contiguous parameters, consolidated files hold any"):
-        ckpt.CheckpointWriter(str(tmp_path), format="sharded").write(model, optimizer, VALUES)
-    ckpt.CheckpointWriter(str(tmp_path)).write(model, optimizer, VALUES)
-    other, resumed = build(2)
-    other.load_state_dict(restore(resumed, str(tmp_path / "ckpt.pt"))["model"])
-    assert_equal(resumed.state_dict(), optimizer.state_dict())
-    assert_equal(weights(other), weights(model))
-    strides = [[state["exp_avg"].stride() for state in each.state.values()] for each in (optimizer, resumed)]
-    assert strides[0] == strides[1] == [param.stride() for param in model.parameters()]
 
 
 def test_damaged_shards(tmp_path):

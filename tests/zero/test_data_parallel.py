@@ -70,10 +70,8 @@ def like_the_oracle(micro_steps, clip, param_dtype):
         assert {param.dtype for param in model.parameters()} == {dtype}, "also the frozen ones"
         # a sum of two is the same in any order; with shard_gradients micro-steps are added after ranks, not before
         exact = world_size == 1 or (world_size == 2 and not (shard_gradients and micro_steps > 1))
-        exact = exact and not clip
-        assert largest_difference(weights(model), expected) <= (0.0 if exact else 2**-8 if dtype == torch.bfloat16 else 1e-6), (
-            shard_gradients
-        )
+        exact, rounding = exact and not clip, 2**-8 if dtype == torch.bfloat16 else 1e-6
+        assert largest_difference(weights(model), expected) <= (0.0 if exact else rounding), shard_gradients
         whole = ckpt.model_state_dict(model.module, optimizer)
         if whole is not None:
             trained = {name for name in whole if not name.startswith("frozen")}  # what is frozen has no master

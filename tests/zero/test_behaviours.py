@@ -6,7 +6,6 @@ import dataclasses
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -21,43 +20,41 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zero import ShardedDataParallel, ShardedOptimizer
 
-Tensors = list[torch.Tensor]
-
 
 class Wrap:
     """Wraps a module with this package's two classes, or with torch's."""
 
-    def __init__(self, sharded: bool) -> None:
+    def __init__(self, sharded):
         self.sharded = sharded
 
-    def optimizer(self, params: Any, cls: Any = torch.optim.AdamW, **options: Any) -> Any:
+    def optimizer(self, params, cls=torch.optim.AdamW, **options):
         return ShardedOptimizer(params, cls, bucket_mb=TINY_MB, lr=0.01, **options) if self.sharded else cls(params, lr=0.01)
 
-    def model(self, module: nn.Module, optimizer: Any, **options: Any) -> Any:
+    def model(self, module, optimizer, **options):
         if not self.sharded:
             return DistributedDataParallel(module, **({"find_unused_parameters": "static_graph" not in options} | options))
         return ShardedDataParallel(module, optimizer)
 
-    def __call__(self, module: nn.Module, groups: Any = None, **options: Any) -> Any:
+    def __call__(self, module, groups=None, **options):
         optimizer = self.optimizer(module.parameters() if groups is None else groups)
         return self.model(module, optimizer, **options), optimizer
 
 
-def weights(*modules: nn.Module) -> Tensors:
+def weights(*modules):
     return [tensor.detach().clone() for module in modules for tensor in module.state_dict().values()]
 
 
-def steps(model: nn.Module, optimizer: Any, count: int = 3, first: int = 0) -> None:
+def steps(model, optimizer, count=3, first=0):
     for step in range(first, first + count):
         backward(model, step)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def on(make: Any, train: Any, **options: Any) -> Any:
+def on(make, train, **options):
     """`train(model, module, optimizer)` of what `make` returns. What it has found comes before the weights."""
 
-    def trains(wrap: Wrap) -> Tensors:
+    def trains(wrap):
         torch.manual_seed(0)
         module = make()
         model, optimizer = wrap(module, **options)
@@ -67,20 +64,17 @@ def on(make: Any, train: Any, **options: Any) -> Any:
     return trains
 
 
-def loop(
-    each: Any = lambda model, _, step: backward(model, step),
-    make: Any = net,
-    after: Any = None,
-    clear: bool = True,
-    between: Any = None,
-    **options: Any,
-) -> Any:
+def each_backward(model, module, step):
+    backward(model, step)
+
+
+def loop(each=each_backward, make=net, after=None, clear=True, between=None, **options):
     """Four steps, in each of which `each(model, module, step)` makes the gradients and returns what it has found.
 
     `between(module, step)` comes before each but the first one.
     """
 
-    def train(model: nn.Module, module: nn.Module, optimizer: Any) -> Tensors:
+    def train(model, module, optimizer):
         found = []
         for step in range(4):
             if between is not None and step:
@@ -96,17 +90,17 @@ def loop(
     return on(make, train, **options)
 
 
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def loss_of(model, x):
     return model(x).square().sum()
 
 
-def backward_of_each(losses: Tensors, model: nn.Module) -> None:
+def backward_of_each(losses, model):
     """Under DistributedDataParallel, whose ranks would get different weights, only one of the sum."""
     for loss in [sum(losses)] if isinstance(model, DistributedDataParallel) else losses:
         loss.backward(retain_graph=True)
 
 
-def named(functions: type) -> dict[str, Any]:
+def named(functions):
     return {name.replace("_", " "): each for name, each in vars(functions).items() if callable(each)}
 
 
@@ -173,7 +167,7 @@ def in_a_thread(function, *args):
 
 
 Output, Pair = dataclasses.make_dataclass("Output", ["logits", "others"]), namedtuple("Pair", "first second")
-OUTPUTS: dict[str, Any] = {  # what a forward returns, and where the loss finds its tensor
+OUTPUTS = {  # what a forward returns, and where the loss finds its tensor
     "dict": (lambda x, y: {"logits": y, "none": None, "number": 3}, lambda output: output["logits"]),
     "dataclass": (lambda x, y: Output(y, {"x": x}), lambda output: output.logits),
     "namedtuple": (lambda x, y: Pair(y, [x]), lambda output: output.first),
@@ -395,11 +389,11 @@ def scaled(model, module, optimizer):
         optimizer.zero_grad()
 
 
-def each_with(each: Any, *values: Any) -> dict[str, Any]:
+def each_with(each, *values):
     return {f"{each.__name__}: {value}": loop(partial(each, value)) for value in values}
 
 
-BEHAVIOURS: dict[str, Any] = {
+BEHAVIOURS = {
     **{name: loop(each) for name, each in named(Each).items()},
     **{name: on(net, train) for name, train in named(Training).items()},
     **named(TrainingOf),
@@ -445,20 +439,20 @@ BEHAVIOURS: dict[str, Any] = {
         lambda: nn.Linear(8, 3, dtype=torch.complex64),
     ),
 }
-REFUSED: dict[str, Any] = {
+REFUSED = {
     "a buffer on one rank": (loop(make=partial(Buffers, True)), "buffers differ between the ranks"),
     "no_sync around the last backward": (loop(partial(no_sync, False, True, False)), "must run outside of no_sync"),
 }
 
 
-def is_torchs_own(name: str) -> None:
+def is_torchs_own(name):
     with late_on_the_last_rank():
         expected, result = (BEHAVIOURS[name](Wrap(sharded)) for sharded in (False, True))
     assert all(tensor.isfinite().all() for tensor in result)
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
 
 
-def is_refused(name: str) -> None:
+def is_refused(name):
     trains, reason = REFUSED[name]
     with late_on_the_last_rank(), pytest.raises(RuntimeError, match=reason):
         trains(Wrap(sharded=True))

@@ -1,5 +1,6 @@
 """The contract of ShardedDataParallel: what each of its sentences admits, and what it refuses, on two ranks."""
 
+import atexit
 import copy
 import gc
 import io
@@ -8,6 +9,7 @@ import re
 import threading
 import weakref
 from functools import partial
+from multiprocessing import util
 
 import pytest
 import torch
@@ -184,6 +186,7 @@ def test_parameters():
 
 def ends_early(rank, folder):
     """Rank 1 ends as soon as its last step has returned; the other one is still in it, and saves afterwards."""
+    util.Finalize(None, atexit._run_exitfuncs, exitpriority=0)  # as at the end of Python; a forked process runs none of them
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     model, optimizer = wrap(module, bucket_mb=1, overlap=module)

@@ -27,9 +27,7 @@ MASTERS = ("bfloat16", "bfloat16_remainder")
 
 def trained(module=None, steps=2, param_dtype="float32", **options):
     """A wrapped module after some steps, the last of which may still be in flight."""
-    module = module or net()
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=TINY_MB, lr=0.01, param_dtype=param_dtype)
-    model = ShardedDataParallel(module, optimizer, **options)
+    model, optimizer = wrap(module or net(), param_dtype=param_dtype, **options)
     for step in range(steps):
         step_of(model, optimizer, step)
     return model, optimizer

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ranks import run_in_turn, run_ranks
 from torch import nn
 from torch.optim import _muon
-from toy import assert_equal, batch, train, weights
+from toy import assert_equal, batch, largest_difference, train, weights
 
 from forecast.prediction import ShardedPrediction
 from forecast.run_memory import gpt_specs
@@ -110,22 +110,13 @@ def oracle(world_size, steps, dtype="torch.float32", micro_steps=1, clip=0.0):
     return weights(model)
 
 
-def largest_difference(a, b):
-    return max((a[name] - b[name]).abs().max().item() for name in b)
-
-
-def sharded(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
-    """The weights, and the bytes that this rank has sent of its matrices."""
-    model, optimizer = make_sharded(ns_dtype=ns_dtype, **kwargs)
-    train(model, optimizer, dist.get_rank(), steps, micro_steps=micro_steps, clip=clip)
-    return weights(model), optimizer.comm.sent_bytes["all-to-all"]
-
-
 def like_torch(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
-    expected = oracle(world_size := dist.get_world_size(), steps, f"torch.{ns_dtype}", micro_steps, clip)
-    after, sent = sharded(steps, ns_dtype, micro_steps, clip, **kwargs)
-    assert (sent == 0) == (world_size == 1)
-    assert largest_difference(after, expected) <= (0 if steps == 20 and world_size < 3 else 1e-5)
+    model, optimizer = make_sharded(ns_dtype=ns_dtype, **kwargs)
+    train(model, optimizer, dist.get_rank(), steps, clip, micro_steps=micro_steps)
+    world_size = dist.get_world_size()
+    assert (optimizer.comm.sent_bytes["all-to-all"] == 0) == (world_size == 1)
+    expected = oracle(world_size, steps, f"torch.{ns_dtype}", micro_steps, clip)
+    assert largest_difference(weights(model), expected) <= (0 if steps == 20 and world_size < 3 else 1e-5)
 
 
 WAYS = {  # number of ranks: how they train

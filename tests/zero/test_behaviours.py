@@ -249,8 +249,12 @@ def load(strict, module, step):
 
 
 def compiled(what, wrap):
-    """Before or after the module is wrapped: it, a child, the wrapper, or a function that calls the wrapper."""
+    """Before or after the module is wrapped: it, a child, the wrapper, or a function that calls the wrapper.
+
+    Torch's own wrapper computes the same without a compiler, which takes longer there.
+    """
     module, compile = net(), partial(torch.compile, backend="eager")
+    what = what if wrap.sharded else "nothing"
     if what == "child":
         module[0].compile(backend="eager")
     model, optimizer = wrap(compile(module) if what == "module" else module)
@@ -321,17 +325,14 @@ def step_hooks(of_all_optimizers, model, module, optimizer):
 # -- whole trainings -----------------------------------------------------------------------------------------------------
 
 
-class Training:
-    """Functions of the wrapper, the module and the optimizer, which return what they have found."""
+def a_closure(model, module, optimizer):
+    def closure(step):
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs(step))
+        loss.backward()
+        return loss
 
-    def a_closure(model, module, optimizer):
-        def closure(step):
-            optimizer.zero_grad()
-            loss = loss_of(model, inputs(step))
-            loss.backward()
-            return loss
-
-        return [optimizer.step(partial(closure, step)).detach() for step in range(3)]
+    return [optimizer.step(partial(closure, step)).detach() for step in range(3)]
 
 
 class TrainingOf:
@@ -395,7 +396,7 @@ def each_with(each, *values):
 
 BEHAVIOURS = {
     **{name: loop(each) for name, each in named(Each).items()},
-    **{name: on(net, train) for name, train in named(Training).items()},
+    "a closure": on(net, a_closure),
     **named(TrainingOf),
     **each_with(penalty_of_gradients, 100, 0),
     **each_with(saliency_on_one_rank, "before", "between", "other forward", "after"),

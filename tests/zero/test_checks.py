@@ -235,6 +235,13 @@ CONSTRUCTION = {  # ValueError
         "registers step hooks on itself",
         an_optimizer_of(lambda: torch.ones(4), WithOwnHook, elementwise=True, lr=0.1),
     ),
+    **{
+        f"a norm of type {wrong}": (
+            r"norm_type=.* must be positive",
+            at_once(lambda wrong=wrong: wrap(net())[1].clip_grad_norm_(1.0, wrong)),
+        )
+        for wrong in (0.0, -1.0, torch.nan)
+    },
     # -- what is wrapped
     **{
         f"differs: {how}": ("the model differs between the ranks: .* on rank 0", wrapped(on_rank_1(change)))

@@ -288,24 +288,7 @@ def test_groups_with_masters_codecs_and_matrices():
 # -- norms, train and eval ---------------------------------------------------------------------------------------------
 
 
-def norms():
-    for norm_type in (1.0, 2.0, 3.5, math.inf, "inf"):
-        module, oracle = net(), net()
-        model, optimizer = wrap(module)
-        for each in (model, oracle):
-            each(torch.ones(4, 8)).square().sum().backward()
-        expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.1, norm_type)
-        norm = optimizer.clip_grad_norm_(0.1, norm_type)
-        torch.testing.assert_close(norm, expected)
-        for owned in optimizer.owned:
-            whole = dict(oracle.named_parameters())[next(n for n, p in module.named_parameters() if p is owned.param)]
-            torch.testing.assert_close(owned.local.grad.view(-1), whole.grad.view(-1)[owned.start : owned.stop])
-    for wrong in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match=r"norm_type=.* must be positive"):
-            optimizer.clip_grad_norm_(1.0, wrong)
-
-
-def clipped(value):
+def clipped(value, norm_type=2.0):
     """The norm and the clipped gradients of slices, against torch's of whole ones; one gradient is not contiguous."""
     torch.manual_seed(0)
     gradients = [torch.randn(6, 5), torch.randn(5, 4).t(), torch.randn(7), torch.randn(())]
@@ -318,10 +301,10 @@ def clipped(value):
     for optimizer in (sharded, plain):
         clip_grad_norm_(optimizer, torch.inf)  # only measures
     torch.testing.assert_close([other.grad for other in oracle], gradients, rtol=0, atol=0, equal_nan=True)
-    norm, expected = sharded.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(oracle, 0.1)
+    norm, expected = sharded.clip_grad_norm_(0.1, norm_type), nn.utils.clip_grad_norm_(oracle, 0.1, norm_type)
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0, equal_nan=True)
     if norm.isfinite():
-        assert sharded.clip_grad_norm_(torch.inf) == pytest.approx(0.1, rel=1e-3)
+        assert sharded.clip_grad_norm_(torch.inf, norm_type) == pytest.approx(0.1, rel=1e-3)
     for param, other in zip(params, oracle, strict=True):  # on every rank: a loop may add to them
         torch.testing.assert_close(param.grad, other.grad, rtol=1e-6, atol=1e-9, equal_nan=True)
     sharded.step()
@@ -397,10 +380,12 @@ def train_and_eval(tolerance=0.0, **options):
 
 def test_norms_train_and_eval():
     options = {"param_dtype": "bfloat16_remainder", "state_dtype": "bfloat16"}
-    run_in_turn(2, norms, train_and_eval, partial(train_and_eval, 0.05, **options))
-    for value in (1.0, math.inf, math.nan):
-        clipped(value)  # in this process
-    run_in_turn(3, *(partial(clipped, value) for value in (1.0, math.inf, math.nan)))
+    run_in_turn(2, train_and_eval, partial(train_and_eval, 0.05, **options))
+    values = [partial(clipped, value) for value in (1.0, math.inf, math.nan)]
+    norms = [partial(clipped, 1.0, norm_type) for norm_type in (1.0, 3.5, math.inf, "inf")]
+    for clips in values + norms:
+        clips()  # in this process
+    run_in_turn(3, *values, *norms)
 
 
 def kellers_muon(weight, gradients, lr, wd, momentum):

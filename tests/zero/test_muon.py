@@ -71,7 +71,7 @@ def make(seed=0):
 
 def make_sharded(shard_gradients=False, seed=0, **kwargs):
     model = make(seed)
-    optimizer = ShardedOptimizer(model.param_groups(), Muon, bucket_mb=0.002, lr=0.01, **kwargs)
+    optimizer = ShardedOptimizer(model.param_groups(), Muon, bucket_mb=0.004, lr=0.01, **kwargs)
     return ShardedDataParallel(model, optimizer, shard_gradients), optimizer
 
 
@@ -116,12 +116,12 @@ def like_torch(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
     world_size = dist.get_world_size()
     assert (optimizer.comm.sent_bytes["all-to-all"] == 0) == (world_size == 1)
     expected = oracle(world_size, steps, f"torch.{ns_dtype}", micro_steps, clip)
-    assert largest_difference(weights(model), expected) <= (0 if steps == 20 and world_size < 3 else 1e-5)
+    assert largest_difference(weights(model), expected) <= (0 if steps == 12 and world_size < 3 else 1e-5)
 
 
 WAYS = {  # number of ranks: how they train
-    1: [{"steps": 20}, {"steps": 20, "ns_dtype": "bfloat16"}],
-    2: [{"steps": 20}, {"steps": 20, "ns_dtype": "bfloat16"}, {"shard_gradients": True}, {"clip": 0.1}],
+    1: [{"steps": 12}, {"steps": 12, "ns_dtype": "bfloat16"}],
+    2: [{"steps": 12}, {"steps": 12, "ns_dtype": "bfloat16"}, {"shard_gradients": True}, {"clip": 0.1}],
     3: [{"micro_steps": 4}, {"shard_gradients": True, "micro_steps": 4}],
     4: [{}, {"shard_size": 2}],
 }
@@ -129,7 +129,7 @@ WAYS = {  # number of ranks: how they train
 
 @pytest.mark.parametrize("world_size", WAYS)
 def test_steps_are_those_of_torchs_optimizers(world_size):
-    """In float32, up to rounding of the means; twenty steps on two ranks bit for bit, also with matrices in bfloat16."""
+    """In float32, up to rounding of the means; twelve steps on two ranks bit for bit, also with matrices in bfloat16."""
     run_in_turn(world_size, *(partial(like_torch, **way) for way in WAYS[world_size]))
 
 

@@ -60,11 +60,13 @@ MODES = {
 }
 
 
-def build_toy(mode, seed=0, muon=False):
-    """`mode`: one of MODES, or flags."""
+def build_toy(mode, seed=0, muon=False, freeze=True, overlap=()):
+    """`mode`: one of MODES, or flags. `overlap`: names of modules."""
     model = make_toy(seed)
-    model.unused.requires_grad_(False)  # DistributedDataParallel refuses parameters without a gradient
-    return build(model, model.param_groups(muon), MODES.get(mode, mode), lr=0.01, betas=(0.9, 0.95))
+    if freeze:  # DistributedDataParallel refuses parameters without a gradient
+        model.unused.requires_grad_(False)
+    units = [model.get_submodule(name) for name in overlap]
+    return build(model, model.param_groups(muon), MODES.get(mode, mode), overlap=units, lr=0.01, betas=(0.9, 0.95))
 
 
 def sharded_toy(seed=0, optimizer_cls=torch.optim.AdamW, shard_gradients=False, overlap=(), **kwargs):

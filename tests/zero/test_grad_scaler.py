@@ -7,20 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn
-from toy import MODES, batch, build_toy, largest_difference, make_toy, weights
+from toy import MODES, batch, build_toy, largest_difference, weights
 
 from zero import ShardedGradScaler, ShardedOptimizer
-from zero.build import build, clip_grad_norm_
+from zero.build import clip_grad_norm_
 from zero.flags import Flags
-
-
-def make(mode, muon):
-    """Each rank starts from other weights, and one layer can be unused, where the mode allows that."""
-    if mode == "adamw":
-        return build_toy(mode, muon=muon)
-    model = make_toy(seed=dist.get_rank())
-    flags = Flags(bucket_mb=0.0002, shard_size=2) if mode == "hybrid" else MODES[mode]
-    return build(model, model.param_groups(muon), flags, lr=0.01)
 
 
 def overflow(now, gradient):
@@ -34,7 +25,8 @@ def train_with_an_overflow(mode, clip, muon):
 
     It is in one element of a gradient. Each rank holds a part of the elements, so only one of them has it in its shards.
     """
-    model, optimizer = make(mode, muon)
+    flags = Flags(bucket_mb=0.0002, shard_size=2) if mode == "hybrid" else mode
+    model, optimizer = build_toy(flags, seed=dist.get_rank(), muon=muon, freeze=mode == "adamw")
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
     for step in range(4):
         before = weights(model)

@@ -508,7 +508,7 @@ def is_expected_refusal(description, what):
 
 
 def runs_of(block):
-    often = [run for run in RUNS if run != "reentrant twice" and not (run == "forward" and block in BY_HOOK)]
+    often = [way for way in RUNS if way != "reentrant twice" and not (way == "forward" and block in BY_HOOK)]
     return st.sampled_from(often * 2 + ["reentrant twice"])  # which is refused
 
 
@@ -617,7 +617,7 @@ def test_every_block(run):
 @pytest.mark.slow("every block in every way to run it; test_every_block has one way", seconds=320)
 def test_every_way_to_run_every_block(run):
     for late in (0, 1), ():
-        pairs = [(block, run) for block in BLOCKS for run in RUNS if not (run == "forward" and block in BY_HOOK)]
+        pairs = [(block, way) for block in BLOCKS for way in RUNS if not (way == "forward" and block in BY_HOOK)]
         try_all(run, [Description(blocks=(one,), bucket_mb=0.000001, late=late) for one in pairs])
 
 

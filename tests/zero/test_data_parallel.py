@@ -94,6 +94,7 @@ def alone_under_averaging_by_hand():
     """Without ShardedDataParallel: clipped gradients stay clipped, new gradients and weights that were set are used."""
     model, masters = make_toy(), make_toy()
     optimizer = ShardedOptimizer(model.param_groups(), torch.optim.SGD, param_dtype="bfloat16", lr=1.0)
+    model.to(torch.bfloat16)  # the frozen ones, too
     plain = torch.optim.SGD(masters.param_groups(), lr=1.0)
     for step in range(4):
         model(*batch(step, 0)).backward()

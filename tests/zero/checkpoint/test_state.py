@@ -89,13 +89,14 @@ def odd_models(folder):
         model(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
         optimizer.set_parameter(module.inner.weight, module.inner.weight.clamp(-0.1, 0.1))
-        writer = ckpt.CheckpointWriter(folder, format=format)
+        writer, whole = ckpt.CheckpointWriter(folder, format=format), ckpt.model_state_dict(module, optimizer)
         writer.write(module, optimizer, VALUES)
         if dist.get_rank() == 0:
+            assert type(whole["_extra_state"]) is OrderedDict
             assert [type(outcome) for outcome in writer.outcomes()] == [ckpt.SaveReport]
             saved = ckpt.load(f"{folder}/ckpt.pt")["model"]
             assert saved["inner.weight"].abs().max() <= 0.1001
-            assert_equal(saved["_extra_state"], module.extra)  # of the same class
+            assert saved["_extra_state"] == module.extra
             assert torch.equal(saved["mask"], module.mask.float())
         module.extra = {"object": object()}
         with pytest.raises(ValueError, match="_extra_state is more than") if dist.get_rank() == 0 else contextlib.nullcontext():

@@ -242,6 +242,11 @@ CONSTRUCTION = {  # ValueError
         )
         for wrong in (0.0, -1.0, torch.nan)
     },
+    "several targets": (
+        "is not the same rank on all ranks",
+        of_the_optimizer(lambda optimizer, _: optimizer.consolidate_state_dict(dist.get_rank())),
+    ),
+    "no state": ("this state dict has no state", of_the_optimizer(lambda optimizer, _: optimizer.load_state_dict(None))),
     # -- what is wrapped
     **{
         f"differs: {how}": ("the model differs between the ranks: .* on rank 0", wrapped(on_rank_1(change)))

@@ -240,6 +240,23 @@ def a_trace_names_the_phases_of_a_step_by_bucket():
     assert names.index(f"zero::update bucket {last}") > names.index(f"zero::wait_reduce_scatter bucket {last}")
 
 
+def calls():
+    """On a GPU, small shards share a call of the inner optimizer, unless the call needs memory for each of them."""
+    for on_cpu, kwargs, expected in (
+        (True, {}, [1, 1, 1, 1, 1]),
+        (False, {"fused": True}, [2, 2, 1]),
+        (False, {}, [1, 1, 1, 1, 1]),
+        (False, {"fused": True, "param_dtype": "bfloat16", "bucket_mb": 0.000128}, [1, 1, 1, 1, 1]),
+        (False, {"fused": True, "state_dtype": "int8"}, [1, 1, 1, 1, 1]),
+        (False, {"optimizer_cls": type("Own", (torch.optim.AdamW,), {}), "elementwise": True}, [5]),
+    ):
+        options = {"optimizer_cls": torch.optim.AdamW, "bucket_mb": 0.000256, **kwargs}
+        with mock.patch("zero.collectives.is_on_cpu", lambda _, on_cpu=on_cpu: on_cpu), mock.patch("zero.update.TOGETHER", 70):
+            optimizer = ShardedOptimizer(nn.Linear(16, 20, bias=False).parameters(), **options)
+            assert [bucket.shard.numel() for bucket in optimizer.buckets] == [32] * 5
+            assert [len(buckets) for buckets in optimizer._update._calls()] == expected
+
+
 def buckets_that_nobody_has_filled():
     """The zeros of parameters without a gradient are sent bucket by bucket: not all of them exist at once."""
     layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(9))
@@ -262,6 +279,6 @@ def test_steps_of_two_ranks():
     run_in_turn(
         *(2, no_sync_and_state, shard_gradients_set_later, reentrant_checkpoints, alone_under_averaging_by_hand),
         *(a_gradient_that_somebody_keeps, buckets_that_nobody_has_filled),
-        *(half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
+        *(calls, half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
         *(functools.partial(a_backward_without_gradients, shard_gradients) for shard_gradients in (False, True)),
     )

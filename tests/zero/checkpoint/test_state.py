@@ -303,7 +303,7 @@ def strides_of(state_dict):
 
 
 def any_strides(optimizer_cls):
-    """Zero-size, frozen, channels_last and transposed parameters: as the unsharded optimizer has them."""
+    """Zero-size, frozen, channels_last and transposed parameters; Adagrad also has state of frozen ones."""
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
     module.empty = torch.nn.Parameter(torch.zeros(0, 3))
@@ -347,9 +347,7 @@ def any_strides(optimizer_cls):
 def test_state_of_every_class_and_kind_goes_there_and_back(tmp_path):
     classes = [partial(steps_there_and_back, *each) for each in ELEMENTWISE.items()]
     kinds = [{"kind": "nested"}, {"kind": "mu"}, {"amsgrad": True}]
-    strides = [
-        partial(any_strides, cls) for cls in (torch.optim.AdamW, torch.optim.Adagrad)
-    ]  # this one has state of frozen ones
+    strides = [partial(any_strides, cls) for cls in (torch.optim.AdamW, torch.optim.Adagrad)]
     run_in_turn(2, *classes, *strides, *(partial(there_and_back, kwargs, f"{tmp_path}/{kwargs}") for kwargs in kinds))
 
 

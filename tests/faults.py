@@ -1,7 +1,7 @@
 """What changes a script that a test runs, mostly for the worse: a function is called in the process of a rank, before it.
 
-A test gives one of these to `scripts.run` as `before`, with its arguments bound by `functools.partial`. Modules of the program
-are imported in the functions, because the program must not be imported before its settings and its folder are known.
+A test gives one of these to `scripts.run` as `before`, with its arguments bound by `functools.partial`. The program must not be
+imported before its settings and its folder are known: its functions are named, as "module:Class.function".
 """
 
 import atexit
@@ -15,23 +15,26 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import wraps
-from importlib import import_module
 from multiprocessing import util
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 
 
-def around(owner, name):
+def around(name):
     """Replace a function of a module or a class. The new one gets the old one as its first argument."""
-    original = getattr(owner, name)
+    module, _, path = name.partition(":")
+    *classes, attribute = path.split(".")
+    owner = resolve_name(f"{module}:{'.'.join(classes)}")
+    original = getattr(owner, attribute)
 
     def install(function):
         @wraps(original)
         def changed(*args, **kwargs):
             return function(original, *args, **kwargs)
 
-        setattr(owner, name, changed)
+        setattr(owner, attribute, changed)
 
     return install
 
@@ -64,11 +67,11 @@ def without_module(name):
     sys.modules[name] = None
 
 
-def fails_later(module, owner, name, times):
-    """Let a method fail after it has run some times."""
+def fails_later(name, times):
+    """Let a function fail after it has run some times."""
     left = iter(range(times))
 
-    @around(getattr(import_module(module), owner), name)
+    @around(name)
     def fail(original, *args, **options):
         next(left)
         return original(*args, **options)
@@ -84,32 +87,26 @@ def one_newton_schulz_iteration():
 def no_vocabulary():
     from run import sampling
 
-    @around(sampling, "load_codec")
+    @around("run.sampling:load_codec")
     def load_codec(original, *_):
         raise sampling.DataError("there is no network")
 
 
 def another_source_file():
-    from run import rank_checks
-
-    @around(rank_checks, "sources")
+    @around("run.rank_checks:sources")
     def sources(original):
         return {**original(), "zero/layout.py": "changed"}
 
 
 def a_parameter_that_no_forward_uses():
-    import model
-
-    @around(model.GPT, "__init__")
+    @around("model:GPT.__init__")
     def init(original, self, *args):
         original(self, *args)
         self.unused = torch.nn.Linear(2, 3)
 
 
 def half_the_model():
-    import model
-
-    @around(model.GPT, "__init__")
+    @around("model:GPT.__init__")
     def init(original, self, *args):
         original(self, *args)
         self.half()
@@ -171,43 +168,27 @@ def peak_is_known():
 # -- time ----------------------------------------------------------------------------------------------------------------
 
 
-def sleep_before(owner, name, seconds):
-    @around(owner, name)
+def takes_longer(name, seconds):
+    @around(name)
     def late(original, *args, **kwargs):
         time.sleep(seconds)
         return original(*args, **kwargs)
 
 
 def rank_1_computes_slowly(seconds):
-    import model
-
     if rank() == 1:
-        sleep_before(model.GPT, "forward", seconds)
+        takes_longer("model:GPT.forward", seconds)
 
 
 def rank_1_stops_at_a_batch(number):
-    from data.dataset import Dataset
-
     calls = []
 
-    @around(Dataset, "batch")
+    @around("data.dataset:Dataset.batch")
     def batch(original, *args):
         calls.append(args)
         if rank() == 1 and len(calls) == number:
             time.sleep(1000)
         return original(*args)
-
-
-def saves_take(seconds):
-    from zero.checkpoint import store
-
-    sleep_before(store, "commit", seconds)
-
-
-def logging_takes(seconds):
-    from run.sinks import MetricsFile
-
-    sleep_before(MetricsFile, "log", seconds)
 
 
 def measure_every(iterations, fault=None, *args):
@@ -223,9 +204,7 @@ def measure_every(iterations, fault=None, *args):
 
 
 def nan_while_it_saves():
-    from zero.checkpoint import CheckpointWriter
-
-    @around(CheckpointWriter, "write")
+    @around("zero.checkpoint:CheckpointWriter.write")
     def write(original, writer, model, *args):
         weight = model.transformer.wte.weight.data
         before = weight.clone()
@@ -235,20 +214,16 @@ def nan_while_it_saves():
 
 
 def infinite_norm():
-    from run.guard import Guard
-
-    @around(Guard, "check")
+    @around("run.guard:Guard.check")
     def check(original, self, loss, norm):
         original(self, loss, norm * torch.inf)
 
 
 def nan_loss_on_rank_0():
     """In the second iteration: its micro-steps 4 to 6, first the shadow's, then the run's."""
-    import model
-
     calls = []
 
-    @around(model.GPT, "forward")
+    @around("model:GPT.forward")
     def forward(original, self, x, y=None):
         logits, loss = original(self, x, y)
         if self.training and rank() == 0 and type(loss) is torch.Tensor:  # a prediction of memory has fake tensors
@@ -259,9 +234,8 @@ def nan_loss_on_rank_0():
 
 def wrong_value_on_rank_1(where):
     """After each step, in a "weight" that rank 0 owns, or in a "master" of rank 1."""
-    from zero.optimizer import ShardedOptimizer
 
-    @around(ShardedOptimizer, "step")
+    @around("zero.optimizer:ShardedOptimizer.step")
     @torch.no_grad()
     def step(original, self, *args):
         original(self, *args)
@@ -275,9 +249,7 @@ def wrong_value_on_rank_1(where):
 
 
 def error_in_iteration(iteration):
-    from run.guard import Guard
-
-    @around(Guard, "report")
+    @around("run.guard:Guard.report")
     def report(original, self, number, *args):
         if number == iteration:
             raise RuntimeError("an error in the program")
@@ -286,9 +258,8 @@ def error_in_iteration(iteration):
 
 def reads_as_from_a_gpu(fault=None):
     """The figures of an iteration are read when the next forward is under way, perhaps with another fault."""
-    from run.hooks import Run
 
-    @around(Run, "watch")
+    @around("run.hooks:Run.watch")
     def watch(original, self, *args):
         original(self, *args)
         self._reads_later = True
@@ -301,9 +272,7 @@ def reads_as_from_a_gpu(fault=None):
 
 
 def print_checkpointed_blocks():
-    import model
-
-    @around(model, "checkpoint")
+    @around("model:checkpoint")
     def checkpoint(original, block, x, **kwargs):
         if type(x) is torch.Tensor:  # the prediction of activations calls it with fake tensors
             print("keeps only its input")
@@ -312,15 +281,10 @@ def print_checkpointed_blocks():
 
 def print_phases_and_collectives():
     """On rank 0, what an iteration does, in order: "> phase", "< phase" at its end, and the collectives of its figures."""
-    import torch.distributed as dist
-
-    from run.hooks import Run
-    from zero.collectives import Communicator
-
     if rank() > 0:
         return
 
-    @around(Run, "phase")
+    @around("run.hooks:Run.phase")
     @contextmanager
     def phase(original, self, name):
         with original(self, name):
@@ -328,12 +292,12 @@ def print_phases_and_collectives():
             yield
         print(f"< {name}")
 
-    @around(dist, "all_reduce")
+    @around("torch.distributed:all_reduce")
     def all_reduce(original, tensor, *args, **kwargs):
         print(f"all-reduce of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}")
         return original(tensor, *args, **kwargs)
 
-    @around(Communicator, "all_gather")
+    @around("zero.collectives:Communicator.all_gather")
     def all_gather(original, *args):
         print("all-gather")
         return original(*args)
@@ -343,9 +307,7 @@ def print_bytes_sent(*iterations):
     """When these begin: the bytes and packets that this host has sent."""
     import torch.distributed as dist
 
-    from run.meter import Meter
-
-    @around(Meter, "begin_iteration")
+    @around("run.meter:Meter.begin_iteration")
     def begin_iteration(original, self, iteration, is_logged):
         if iteration in iterations:
             getattr(self.memory.optimizer, "synchronize", lambda: None)()  # waits for the all-gathers
@@ -358,9 +320,7 @@ def print_bytes_sent(*iterations):
 
 
 def print_prompts():
-    import model
-
-    @around(model.GPT, "generate")
+    @around("model:GPT.generate")
     def generate(original, self, idx, *rest):
         print("prompt", idx.tolist())
         return original(self, idx, *rest)
@@ -368,14 +328,12 @@ def print_prompts():
 
 def small_files(nbytes):
     """export.py writes files of `nbytes`, and says what is in memory for each."""
-    import huggingface_hub
-    import safetensors.torch
 
-    @around(huggingface_hub, "split_torch_state_dict_into_shards")
+    @around("huggingface_hub:split_torch_state_dict_into_shards")
     def split(original, weights, max_shard_size):
         return original(weights, max_shard_size=nbytes)
 
-    @around(safetensors.torch, "save_file")
+    @around("safetensors.torch:save_file")
     def save_file(original, *args, **kwargs):
         tensors = [held for held in gc.get_objects() if issubclass(type(held), torch.Tensor) and not held.is_meta]
         print("bytes of weights in memory:", sum(tensor.nbytes for tensor in tensors))
@@ -387,9 +345,8 @@ def small_files(nbytes):
 
 def kill_wandb():
     """Kill wandb's process in iteration 10."""
-    from run.sinks import WandbRun
 
-    @around(WandbRun, "log")
+    @around("run.sinks:WandbRun.log")
     def log(original, self, event):
         if event["iter"] == 10 and "iter/loss" in event:
             process = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True).stdout
@@ -399,9 +356,8 @@ def kill_wandb():
 
 def collects_garbage_after_the_profile():
     """The garbage collector finds memory that was written to after it was freed."""
-    from run.profiling import Profiler
 
-    @around(Profiler, "finish")
+    @around("run.profiling:Profiler.finish")
     def finish_and_collect(finish, profiler):
         finish(profiler)
         gc.collect()

@@ -181,8 +181,8 @@ def test_rows_are_written_when_they_are_measured(tmp_path):
     """The third mode fails. The table has the first two, and of the time one round."""
     flags = "--name=cut", "--modes=adamw,sharded,torch", "--rounds=3", "--steps_per_turn=1", *SIZES
     profiled, turns = (
-        ("benchmarks.memory_profile", "MemoryProfile", "measure", 2),
-        ("benchmarks.speed", "TimedContender", "turn", 8),
+        ("benchmarks.memory_profile:MemoryProfile.measure", 2),
+        ("benchmarks.speed:TimedContender.turn", 8),
     )
     for what, method in (("memory", profiled), ("time", turns)):
         fault = partial(faults.fails_later, *method)

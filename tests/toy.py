@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
 
@@ -59,20 +60,36 @@ MODES = {
 }
 
 
-def build_toy(mode, seed=0, muon=False):
-    """`mode`: one of MODES, or flags."""
+def build_toy(mode, seed=0, muon=False, freeze=True, overlap=()):
+    """`mode`: one of MODES, or flags. `overlap`: names of modules."""
     model = make_toy(seed)
-    model.unused.requires_grad_(False)  # DistributedDataParallel refuses parameters without a gradient
-    return build(model, model.param_groups(muon), MODES.get(mode, mode), lr=0.01, betas=(0.9, 0.95))
+    if freeze:  # DistributedDataParallel refuses parameters without a gradient
+        model.unused.requires_grad_(False)
+    units = [model.get_submodule(name) for name in overlap]
+    return build(model, model.param_groups(muon), MODES.get(mode, mode), overlap=units, lr=0.01, betas=(0.9, 0.95))
 
 
-def train(model, optimizer, rank, steps, clip=0.0, first=0, micro_steps=1, decay_lr=True):
+def sharded_toy(seed=0, optimizer_cls=torch.optim.AdamW, shard_gradients=False, overlap=(), **kwargs):
+    """Both of zero's classes by hand; the unused parameter is trainable. `overlap`: names of modules."""
+    model = make_toy(seed)
+    groups = model.param_groups(optimizer_cls is Muon)
+    optimizer = ShardedOptimizer(groups, optimizer_cls, **{"bucket_mb": 0.0002, "lr": 0.01, **kwargs})
+    units = [model.get_submodule(name) for name in overlap]
+    return ShardedDataParallel(model, optimizer, shard_gradients, overlap=units), optimizer
+
+
+def toy_loss(model, number, rank):
+    """Of the micro-step with this number."""
+    return model(*batch(number, rank))
+
+
+def train(model, optimizer, rank, steps, clip=0.0, first=0, micro_steps=1, decay_lr=True, loss_of=toy_loss):
     for step in range(first, first + steps):
         for group in optimizer.param_groups if decay_lr else ():
             group["lr"] = 0.01 / (1 + step)
         for micro_step in range(micro_steps):
             model.require_backward_grad_sync = micro_step == micro_steps - 1
-            (model(*batch(step * micro_steps + micro_step, rank)) / micro_steps).backward()
+            (loss_of(model, step * micro_steps + micro_step, rank) / micro_steps).backward()
         if clip:
             norm = clip_grad_norm_(optimizer, clip)
             assert norm > clip, "the clip must bite"

@@ -75,15 +75,24 @@ def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_place(data, tmp_path):
     assert re.search(r"error: rank 1 has been at iteration \d+, data for \d+ s; rank 0 waits for the ", errors), errors
 
 
+saves_take = partial(faults.takes_longer, "zero.checkpoint.store:commit")  # seconds
+
+
 def test_a_slow_disk_ends_nothing(data, tmp_path):
     flags = FEW, "--max_iters=1", "--dist_timeout_s=2"
-    train(tmp_path, data, *flags, ranks=2, run=partial(run, before=partial(faults.saves_take, 4)))
+    train(
+        tmp_path,
+        data,
+        *flags,
+        ranks=2,
+        run=partial(run, before=partial(saves_take, 4)),
+    )
     assert torch_load(tmp_path)["iter_num"] == 2
 
 
 def test_a_rank_that_has_stopped_during_a_save_is_noticed(data, tmp_path):
     arguments = *SETTINGS, FEW, f"--dataset={data}", f"--out_dir={tmp_path}", "--eval_interval=4", "--dist_timeout_s=2"
-    with Forked("train.py", *arguments, ranks=2, before=partial(faults.saves_take, 1000)) as run:
+    with Forked("train.py", *arguments, ranks=2, before=partial(saves_take, 1000)) as run:
         run.wait_for("saving checkpoint")
         os.kill(run.pids[1], signal.SIGSTOP)
         errors = ended(run, (0,))

@@ -3,7 +3,6 @@
 import types
 import warnings
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -59,10 +58,6 @@ def used_when(condition):
         return part.always(x) + part.sometimes(x) if condition() else part.always(x)
 
     return Part(forward, always=linear(), sometimes=linear())
-
-
-def chosen_parameter(parameters, key):
-    return Part(lambda part, x: F.linear(x, part.parameters_[key()]), parameters_=parameters)
 
 
 def recurrent(cls, **kwargs):
@@ -177,33 +172,6 @@ def checkpoint_of_part(use_reentrant):
     return Part(forward, inner=linear())
 
 
-class Holder(nn.Module):
-    """Reads the weight of its child past it, in a way that it has made at construction."""
-
-    def __init__(self, hold):
-        super().__init__()
-        self.inner = linear()
-        self.read = hold(self)
-
-    def forward(self, x):
-        return self.inner(F.linear(x, self.read()))
-
-
-def in_a_module(holder):
-    other = nn.Linear(WIDTH, WIDTH)
-    other.weight = holder.inner.weight
-    borrowed = [other]  # in a list, so that it is not a child
-    return lambda: borrowed[0].weight
-
-
-HOLDERS: dict[str, Callable[[Holder], Callable[[], torch.Tensor]]] = {
-    "a list": lambda holder: lambda held=(holder.inner.weight,): held[0],
-    "a set": lambda holder: lambda held={holder.inner.weight}: next(iter(held)),
-    "a bound method": lambda holder: lambda method=holder.inner.weight.t: method().t(),
-    "a module": in_a_module,
-}
-
-
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "linear": linear,
     "layer norm": lambda: nn.LayerNorm(WIDTH),
@@ -215,9 +183,9 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "used in the first step": lambda: used_when(lambda: now.step == 0),
     "used by one rank": lambda: used_when(lambda: now.rank == 1),
     "used by the ranks in turn": lambda: used_when(lambda: now.rank == now.step % 2),
-    "parameter list": lambda: chosen_parameter(nn.ParameterList(parameter(WIDTH, WIDTH) for _ in range(3)), lambda: 1),
-    "parameter list by rank": lambda: chosen_parameter(
-        nn.ParameterList(parameter(WIDTH, WIDTH) for _ in range(3)), lambda: (now.step + now.rank) % 3
+    "parameter list by rank": lambda: Part(
+        lambda part, x: F.linear(x, part.parameters_[(now.step + now.rank) % 3]),
+        parameters_=nn.ParameterList(parameter(WIDTH, WIDTH) for _ in range(3)),
     ),
     "experts by rank": lambda: Part(
         lambda part, x: part.experts[(now.step + now.rank) % 3](x), experts=nn.ModuleList(linear() for _ in range(3))
@@ -265,7 +233,6 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "reentrant checkpoint on one rank": checkpoint_on_one_rank,
     "read in a reentrant checkpoint": lambda: checkpoint_of_part(True),
     "read in a checkpoint": lambda: checkpoint_of_part(False),
-    **{f"held in {name}": partial(Holder, hold) for name, hold in HOLDERS.items()},
 }
 
 # how a model runs its block

@@ -19,8 +19,8 @@ def net(outputs=3):
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, outputs))
 
 
-def wrap(module, bucket_mb=TINY_MB, **kwargs):
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=bucket_mb, lr=0.01)
+def wrap(module, bucket_mb=TINY_MB, param_dtype="float32", **kwargs):
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=bucket_mb, param_dtype=param_dtype, lr=0.01)
     return ShardedDataParallel(module, optimizer, **kwargs), optimizer
 
 

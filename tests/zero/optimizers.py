@@ -41,24 +41,6 @@ class ReplacesGradients(Plain):
         return super().update(param, group)
 
 
-class Lookahead(Plain):
-    """Every second step goes half of the way back to slow weights."""
-
-    calls = 0
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param].setdefault("slow", param.detach().clone())
-        super().step()
-        self.calls += 1
-        if self.calls % 2 == 0:
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for param in group["params"]:
-                        param.copy_(self.state[param]["slow"].lerp_(param, 0.5))
-
-
 class SignMomentum(Plain):
     """Lion, with a sign that is zero at zero: a gradient of rounding must not become a step of full size."""
 
@@ -99,4 +81,4 @@ class AdamWithWarmup(torch.optim.AdamW):
             group["lr"] = rate
 
 
-ELEMENTWISE = (CountsInGroups, ReplacesGradients, Lookahead, SignMomentum, OwnTable, AdamWithWarmup)
+ELEMENTWISE = (CountsInGroups, ReplacesGradients, SignMomentum, OwnTable, AdamWithWarmup)

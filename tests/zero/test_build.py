@@ -1,18 +1,14 @@
 """zero/build.py: which classes the flags choose, which flags are refused, and what the console says."""
 
-import math
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn, run_ranks
-from toy import MODES, build_toy, largest_difference, make_toy, train, weights
+from toy import MODES, build_toy, make_toy
 
 from forecast.modes import without_effect
 from run.memory_meter import describe
 from zero.build import build
-from zero.checkpoint.state import model_state_dict
 from zero.flags import Flags
 
 CLASSES = {
@@ -45,30 +41,6 @@ def test_without_a_process_group_there_is_no_wrapper():
     assert optimizer.defaults["fused"]
 
 
-def built_from_rank_0(mode):
-    """The weights after a step, of a model whose weights on rank 1 mean nothing until it is built."""
-    model = make_toy()
-    for tensor in model.state_dict().values() if dist.get_rank() else ():
-        tensor.fill_(math.nan)
-    model.unused.requires_grad_(False)
-    params = list(model.parameters())
-    wrapped, optimizer = build(model, model.param_groups(), BUILT[mode], device=torch.device("cpu"), lr=0.01)
-    assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
-    assert model.head.weight is model.embedding.weight
-    train(wrapped, optimizer, rank=0, steps=2)
-    return model_state_dict(model, optimizer) or weights(model)
-
-
-BUILT = {**MODES, "codecs": Flags(bucket_mb=0.0002, param_dtype="bfloat16_remainder", state_dtype="int8")}
-
-
-def test_only_rank_0_needs_weights():
-    on_one, on_two = (run_in_turn(world_size, *(partial(built_from_rank_0, mode) for mode in BUILT)) for world_size in (1, 2))
-    for mode, (alone,), results in zip(BUILT, on_one, on_two, strict=True):
-        for after in results:
-            assert largest_difference(after, alone) <= (0.01 if mode == "codecs" else 0.0), mode
-
-
 def flags_that_do_not_go_together():
     model = make_toy()
     groups = model.param_groups()
@@ -83,12 +55,9 @@ def flags_that_do_not_go_together():
     with pytest.raises(ValueError, match="Invalid learning rate"):
         build(model, groups, lr=-1.0)
     for others in ({"use_zero1": False}, {"zero1_impl": "torch"}):
-        for flags, message in (
-            ({"param_dtype": "bfloat16"}, "param_dtype=bfloat16 needs use_zero1=True"),
-            ({"shard_gradients": True}, "shard_gradients=True needs use_zero1=True, zero1_impl='sharded'"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                build(model, groups, Flags(**others, **flags))
+        for name, value in (("param_dtype", "bfloat16"), ("state_dtype", "int8"), ("shard_gradients", True), ("shard_size", 2)):
+            with pytest.raises(ValueError, match=f"{name}={value} needs use_zero1=True, zero1_impl='sharded'"):
+                build(model, groups, Flags(**others, **{name: value}))
 
 
 def test_what_is_built():

@@ -141,6 +141,32 @@ def a_gradient_on_one_rank(optimizer_cls, **group):
     optimizer.step()
 
 
+def gradients_that_nobody_averaged(good_steps):
+    module = net()
+    optimizer = ShardedOptimizer(module.parameters(), SGD, lr=0.01)
+    for step in range(good_steps + 1):
+        optimizer.zero_grad()
+        module((1 + (step == good_steps) * dist.get_rank()) * torch.ones(4, 8)).square().sum().backward()
+        if step < good_steps:
+            optimizer.step()
+    before = copy.deepcopy(module.state_dict())
+    yield
+    try:
+        optimizer.step()
+    finally:
+        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def a_gradient_that_is_not_finite_on_one_rank():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = ShardedOptimizer([weight], SGD, lr=0.01)
+    weight.grad = torch.full((3,), torch.inf)  # on all ranks: as under DistributedDataParallel
+    optimizer.step()
+    weight.grad = torch.ones(3) if dist.get_rank() else torch.tensor([torch.nan, 1.0, 1.0])
+    yield
+    optimizer.step()
+
+
 def of_the_optimizer(use):
     def steps():
         module = net()
@@ -159,6 +185,7 @@ DIFFERS = {  # a model on rank 1
     "a name": lambda module: module.insert(1, nn.Tanh()),
     "a buffer": lambda module: module.register_buffer("more", torch.zeros(3)),
 }
+NOT_AVERAGED = r"the gradient of a parameter of shape .* on one rank and .*average the gradients"
 INPLACE, CONSOLIDATE = "modified by an inplace operation", r"consolidate_state_dict\(\)"
 DIVIDED = r"the optimizer state is divided among the ranks.*optimizer\.inner\.state has that of this rank's slices"
 STATE = {  # uses of the state of parameters
@@ -182,6 +209,19 @@ CONSTRUCTION = {  # ValueError
     ),
     "a learning rate": ("Invalid learning rate", a_learning_rate),
     "no class": ("must be a class", an_optimizer_of(lambda: torch.ones(4), "AdamW")),
+    "nothing": ("must be a class", at_once(lambda: ShardedOptimizer(net().parameters()))),
+    "two classes": ("two names of one argument", an_optimizer_of(lambda: torch.ones(4), optimizer_class=AdamW)),
+    "overlap_with_ddp": (
+        r"overlap_with_ddp=True .* zero\.ShardedDataParallel",
+        at_once(lambda: ShardedOptimizer(net().parameters(), AdamW, None, True, True)),
+    ),
+    **{
+        f"Muon by its entry {name}": (
+            "by its entry matrices=1 only",
+            at_once(lambda name=name, value=value: ShardedOptimizer([{"params": net().parameters(), name: value}], Muon)),
+        )
+        for name, value in (("use_muon", True), ("kind", "muon"), ("algorithm", "Muon"))
+    },
     **{
         cls.__name__: (f"{cls.__name__} .*{message}", an_optimizer_of(lambda: torch.ones(4, 4), cls))
         for cls, message in (
@@ -195,6 +235,18 @@ CONSTRUCTION = {  # ValueError
         "registers step hooks on itself",
         an_optimizer_of(lambda: torch.ones(4), WithOwnHook, elementwise=True, lr=0.1),
     ),
+    **{
+        f"a norm of type {wrong}": (
+            r"norm_type=.* must be positive",
+            at_once(lambda wrong=wrong: wrap(net())[1].clip_grad_norm_(1.0, wrong)),
+        )
+        for wrong in (0.0, -1.0, torch.nan)
+    },
+    "several targets": (
+        "is not the same rank on all ranks",
+        of_the_optimizer(lambda optimizer, _: optimizer.consolidate_state_dict(dist.get_rank())),
+    ),
+    "no state": ("this state dict has no state", of_the_optimizer(lambda optimizer, _: optimizer.load_state_dict(None))),
     # -- what is wrapped
     **{
         f"differs: {how}": ("the model differs between the ranks: .* on rank 0", wrapped(on_rank_1(change)))
@@ -254,6 +306,9 @@ USE = {  # RuntimeError
     "a sparse gradient, alone": ("sparse=False", partial(a_sparse_gradient, False)),
     "a gradient on one rank": ("on some ranks only", partial(a_gradient_on_one_rank, SGD)),
     "Muon, a gradient on one rank": ("on some ranks only", partial(a_gradient_on_one_rank, Muon, matrices=1)),
+    "gradients of its own on each rank": (NOT_AVERAGED, partial(gradients_that_nobody_averaged, 0)),
+    "gradients of its own on each rank, later": (NOT_AVERAGED, partial(gradients_that_nobody_averaged, 1)),
+    "a gradient that is not finite on one rank": (NOT_AVERAGED, a_gradient_that_is_not_finite_on_one_rank),
     # -- what is read or written
     **{
         f"state: {name}": (DIVIDED, of_the_optimizer(lambda optimizer, weight, use=use: use(optimizer.state, weight)))
@@ -293,6 +348,8 @@ def what_is_admitted():
     optimizer.step()
     assert (optimizer.state["scale"], optimizer.state["seen"]) == ({"mean": 1.0}, {"steps": 3})
     ShardedOptimizer(net().requires_grad_(False).parameters(), SGD).step()  # which has nothing to do
+    params = list(net().parameters())
+    ShardedOptimizer([{"params": params[:1], "kind": "muon", "matrices": 1}, {"params": params[1:], "use_muon": False}], Muon)
     module = net()
     del model
     model = DistributedDataParallel(module)

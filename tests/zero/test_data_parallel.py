@@ -1,6 +1,7 @@
-"""zero/data_parallel.py: the weights are those of plain AdamW on the mean gradient, with any overlap."""
+"""zero/data_parallel.py: the weights are those of plain AdamW on the mean gradient, or of its masters, with any overlap."""
 
 import functools
+import itertools
 from unittest import mock
 
 import pytest
@@ -10,93 +11,117 @@ from nets import TINY_MB, wrap
 from ranks import run_in_turn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toy import batch, largest_difference, make_toy, weights
+from toy import batch, largest_difference, make_toy, sharded_toy, train, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer, collectives
-from zero.build import clip_grad_norm_
+from zero import checkpoint as ckpt
 from zero.gradients import SentGradient
 from zero.reducer import BucketGradients
 
 STEPS = 7
 
 
-def make(shard_gradients=False, seed=None):
+def make(seed=None, **kwargs):
     """A wrapped toy whose ranks start from different weights; the wrapper must make them those of rank 0."""
-    model = make_toy(dist.get_rank() if seed is None else seed)
-    optimizer = ShardedOptimizer(
-        model.param_groups(), torch.optim.AdamW, bucket_mb=TINY_MB, registration_order=model.parameters(), lr=0.01, fused=True
-    )
-    return ShardedDataParallel(model, optimizer, shard_gradients=shard_gradients, overlap=[model.hidden, model.head]), optimizer
+    return sharded_toy(dist.get_rank() if seed is None else seed, overlap=("hidden", "head"), fused=True, **kwargs)
 
 
-def loss_of(model, step, rank, micro_step):
-    """One layer has a gradient every third step only, and with several ranks on rank 0 only."""
-    loss = model(*batch(10 * step + micro_step, rank))
-    toy = getattr(model, "module", model)
-    if step % 3 == 1 and micro_step == 0 and rank == 0:
-        loss = loss + toy.unused(torch.ones(3)).square().sum()
+def loss_of(model, number, rank):
+    """One layer has a gradient in a few micro-steps only, and with several ranks on rank 0 only."""
+    loss = model(*batch(number, rank))
+    if number % 7 == 4 and rank == 0:
+        toy = getattr(model, "module", model)
+        loss = loss + toy.unused(torch.ones(3, dtype=toy.scale.dtype)).square().sum()
     return loss
 
 
-def sharded_run(micro_steps=1, clip=0.0, shard_gradients=False):
-    model, optimizer = make(shard_gradients)
+def oracle_run(micro_steps, clip, shard_gradients, dtype):
+    """All batches in one process: gradients are averaged as DistributedDataParallel does, before they are added in float32.
+
+    The model in `dtype` and its float32 masters, which AdamW updates.
+    """
+    model, masters, world_size = make_toy(0).to(dtype), make_toy(0), dist.get_world_size()
+    optimizer = torch.optim.AdamW(masters.param_groups(), lr=0.01, fused=True)
+    pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
     for step in range(STEPS):
-        for micro_step in range(micro_steps):
-            model.require_backward_grad_sync = micro_step == micro_steps - 1
-            (loss_of(model, step, dist.get_rank(), micro_step) / micro_steps).backward()
+        for rank, micro_step in itertools.product(range(world_size), range(micro_steps)):
+            (loss_of(model, step * micro_steps + micro_step, rank) / micro_steps).backward()
+            if shard_gradients or micro_step == micro_steps - 1:
+                for param, master in pairs:
+                    if param.grad is not None:
+                        share = (param.grad * (1 / world_size)).float()
+                        master.grad = share if master.grad is None else master.grad + share
+                model.zero_grad()
         if clip:
-            assert clip_grad_norm_(optimizer, clip) > clip, "the clip must bite"
+            torch.nn.utils.clip_grad_norm_(masters.parameters(), clip)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    optimizer.synchronize()
-    return weights(model)
+        optimizer.zero_grad()
+        model.load_state_dict(masters.state_dict())
+    return weights(model), weights(masters)
 
 
-def oracle_run(micro_steps=1, clip=0.0):
-    """Every rank's batches in one process: gradients averaged as DistributedDataParallel does, before they are added."""
-    model, world_size = make_toy(0), dist.get_world_size()
-    optimizer = torch.optim.AdamW(model.param_groups(), lr=0.01, fused=True)
-    for step in range(STEPS):
-        total = {}
-        for rank in range(world_size):
-            for micro_step in range(micro_steps):
-                (loss_of(model, step, rank, micro_step) / micro_steps).backward()
-            for param in model.parameters():
-                if param.grad is not None:
-                    share = param.grad * (1 / world_size)
-                    total[param] = total[param] + share if param in total else share
-            model.zero_grad()
-        for param, gradient in total.items():
-            param.grad = gradient
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        model.zero_grad()
-    return weights(model)
-
-
-def like_the_oracle(micro_steps, clip):
-    reference = oracle_run(micro_steps, clip)
-    assert largest_difference(reference, weights(make_toy(0))) > 0.01, "training must have changed something"
-    for sharded in (False, True):
+def like_the_oracle(micro_steps, clip, param_dtype):
+    world_size, dtype = dist.get_world_size(), getattr(torch, param_dtype.removesuffix("_remainder"))
+    for shard_gradients in (False, True):
+        expected, masters = oracle_run(micro_steps, clip, shard_gradients, dtype)
+        assert largest_difference(masters, weights(make_toy(0))) > 0.01, "training must have changed something"
+        model, optimizer = make(shard_gradients=shard_gradients, param_dtype=param_dtype)
+        train(model, optimizer, dist.get_rank(), STEPS, clip, micro_steps=micro_steps, decay_lr=False, loss_of=loss_of)
+        assert {param.dtype for param in model.parameters()} == {dtype}, "also the frozen ones"
         # a sum of two is the same in any order; with shard_gradients micro-steps are added after ranks, not before
-        is_exact = dist.get_world_size() <= 2 and not clip and not (sharded and micro_steps > 1)
-        assert largest_difference(sharded_run(micro_steps, clip, sharded), reference) <= (0.0 if is_exact else 1e-6), sharded
+        exact = world_size == 1 or (world_size == 2 and not (shard_gradients and micro_steps > 1))
+        exact, rounding = exact and not clip, 2**-8 if dtype == torch.bfloat16 else 1e-6
+        assert largest_difference(weights(model), expected) <= (0.0 if exact else rounding), shard_gradients
+        whole = ckpt.model_state_dict(model.module, optimizer)
+        if whole is not None:
+            trained = {name for name in whole if not name.startswith("frozen")}  # what is frozen has no master
+            assert {whole[name].dtype for name in trained} == {torch.float32}
+            difference = largest_difference(*({name: each[name] for name in trained} for each in (whole, masters)))
+            assert difference <= (0.0 if exact else 1e-5)
+        sent = STEPS * sum(bucket.shard.nbytes for bucket in optimizer.buckets) * (world_size - 1)
+        scatters = micro_steps if shard_gradients else 1
+        assert [optimizer.comm.sent_bytes[kind] for kind in ("reduce-scatter", "all-gather")] == [scatters * sent, sent]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_parity(world_size):
-    run_in_turn(world_size, *(functools.partial(like_the_oracle, *case) for case in ((1, 0.0), (4, 0.0), (2, 0.05))))
+    cases = [(1, 0.0, "float32"), (4, 0.0, "float32"), (2, 0.05, "float32")]
+    cases += [(1, 0.0, "bfloat16"), (3, 0.0, "bfloat16_remainder")] if world_size < 4 else []
+    run_in_turn(world_size, *(functools.partial(like_the_oracle, *case) for case in cases))
+
+
+def alone_under_averaging_by_hand():
+    """Without ShardedDataParallel: clipped gradients stay clipped, new gradients and weights that were set are used."""
+    model, masters = make_toy(), make_toy()
+    optimizer = ShardedOptimizer(model.param_groups(), torch.optim.SGD, param_dtype="bfloat16", lr=1.0)
+    model.to(torch.bfloat16)  # the frozen ones, too
+    plain = torch.optim.SGD(masters.param_groups(), lr=1.0)
+    for step in range(4):
+        model(*batch(step, 0)).backward()
+        for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+            master.grad = None if param.grad is None else param.grad.float()
+        assert optimizer.clip_grad_norm_(0.05) > 0.05
+        torch.nn.utils.clip_grad_norm_(masters.parameters(), 0.05)
+        optimizer.step()
+        plain.step()
+        model.zero_grad()  # not the optimizer's
+        low = {name: tensor.to(torch.bfloat16) for name, tensor in weights(masters).items()}
+        assert largest_difference(weights(model), low) <= 2**-8
+        for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+            optimizer.set_parameter(param, master.data.mul_(0.9))
+    from_bfloat16 = ShardedOptimizer(make_toy().to(torch.bfloat16).parameters(), torch.optim.SGD, param_dtype="bfloat16")
+    for each in (optimizer, from_bfloat16):
+        assert all(bucket.masters.values.dtype == torch.float32 for bucket in each.buckets)
 
 
 def no_sync_and_state():
     """no_sync() accumulates; gradients are gone once they are reduced; bytes are those of a ring all-reduce."""
     model, optimizer = make()
     with model.no_sync():
-        loss_of(model, 0, dist.get_rank(), 0).backward()
+        loss_of(model, 0, dist.get_rank()).backward()
     assert model.module.hidden.weight.grad is not None
     assert not optimizer.comm.sent_bytes
-    loss_of(model, 0, dist.get_rank(), 1).backward()
+    loss_of(model, 1, dist.get_rank()).backward()
     assert all(isinstance(param.grad, SentGradient | None) for param in model.parameters())
     optimizer.step()
     optimizer.synchronize()
@@ -111,7 +136,7 @@ def shard_gradients_set_later():
     found = []
     for model.shard_gradients in (False, True):
         with model.no_sync():
-            loss_of(model, 0, 0, 0).backward()
+            loss_of(model, 0, 0).backward()
         found.append(isinstance(model.module.hidden.weight.grad, SentGradient))
         model.zero_grad()
     assert found == [False, True]
@@ -191,11 +216,11 @@ def half_precision_norms():
 
 def a_trace_names_the_phases_of_a_step_by_bucket():
     model, optimizer = make(seed=0)
-    loss_of(model, 1, 0, 0).backward()
+    loss_of(model, 4, 0).backward()
     optimizer.step()
     optimizer.zero_grad()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        loss_of(model, 2, 0, 0).backward()
+        loss_of(model, 2, 0).backward()
         optimizer.step()
         optimizer.synchronize()
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
@@ -213,6 +238,23 @@ def a_trace_names_the_phases_of_a_step_by_bucket():
     assert sorted(of("wait_all_gather")) == sorted(2 * buckets)
     last = buckets[-1]
     assert names.index(f"zero::update bucket {last}") > names.index(f"zero::wait_reduce_scatter bucket {last}")
+
+
+def calls():
+    """On a GPU, small shards share a call of the inner optimizer, unless the call needs memory for each of them."""
+    for on_cpu, kwargs, expected in (
+        (True, {}, [1, 1, 1, 1, 1]),
+        (False, {"fused": True}, [2, 2, 1]),
+        (False, {}, [1, 1, 1, 1, 1]),
+        (False, {"fused": True, "param_dtype": "bfloat16", "bucket_mb": 0.000128}, [1, 1, 1, 1, 1]),
+        (False, {"fused": True, "state_dtype": "int8"}, [1, 1, 1, 1, 1]),
+        (False, {"optimizer_cls": type("Own", (torch.optim.AdamW,), {}), "elementwise": True}, [5]),
+    ):
+        options = {"optimizer_cls": torch.optim.AdamW, "bucket_mb": 0.000256, **kwargs}
+        with mock.patch("zero.collectives.is_on_cpu", lambda _, on_cpu=on_cpu: on_cpu), mock.patch("zero.update.TOGETHER", 70):
+            optimizer = ShardedOptimizer(nn.Linear(16, 20, bias=False).parameters(), **options)
+            assert [bucket.shard.numel() for bucket in optimizer.buckets] == [32] * 5
+            assert [len(buckets) for buckets in optimizer._update._calls()] == expected
 
 
 def buckets_that_nobody_has_filled():
@@ -235,8 +277,8 @@ def buckets_that_nobody_has_filled():
 
 def test_steps_of_two_ranks():
     run_in_turn(
-        *(2, no_sync_and_state, shard_gradients_set_later, reentrant_checkpoints),
+        *(2, no_sync_and_state, shard_gradients_set_later, reentrant_checkpoints, alone_under_averaging_by_hand),
         *(a_gradient_that_somebody_keeps, buckets_that_nobody_has_filled),
-        *(half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
+        *(calls, half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
         *(functools.partial(a_backward_without_gradients, shard_gradients) for shard_gradients in (False, True)),
     )

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn
-from toy import largest_difference, weights
+from toy import largest_difference, train, weights
 
 from model import GPT, GPTConfig
-from zero.build import build, clip_grad_norm_
+from zero.build import build
 from zero.flags import Flags
 
 STEPS = 10
@@ -32,27 +32,18 @@ def make(mode, compile_blocks=False, **overrides):
     return build(model, model.param_groups(0.1), flags, overlap=model.blocks, lr=1.2e-3, betas=(0.9, 0.95))
 
 
-def train(model, optimizer, steps=STEPS, micro_steps=1, clip=0.0, first=0):
-    for step in range(first, steps):
-        for micro_step in range(micro_steps):
-            generator = torch.Generator().manual_seed((step * 7 + micro_step) * 7 + dist.get_rank())
-            tokens = torch.randint(33, (2, 3, 16), generator=generator)  # different on each rank
-            model.require_backward_grad_sync = micro_step == micro_steps - 1
-            (model(*tokens)[1] / micro_steps).backward()
-        if clip:
-            assert clip_grad_norm_(optimizer, clip) > clip, "the clip must bite"
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+def loss_of(model, number, rank):
+    tokens = torch.randint(33, (2, 3, 16), generator=torch.Generator().manual_seed(7 * number + rank))
+    return model(*tokens)[1]
 
 
-def weights_after(model, optimizer, **how):
-    train(model, optimizer, **how)
-    getattr(optimizer, "synchronize", int)()
+def trained(model, optimizer, steps=STEPS, **how):
+    train(model, optimizer, dist.get_rank(), steps, decay_lr=False, loss_of=loss_of, **how)
     return weights(model)
 
 
 def every_mode(micro_steps, clip):
-    return {mode: weights_after(*make(mode), micro_steps=micro_steps, clip=clip) for mode in MODES}
+    return {mode: trained(*make(mode), micro_steps=micro_steps, clip=clip) for mode in MODES}
 
 
 MORE = pytest.mark.slow("test_data_parallel.py has a smaller model on more ranks", seconds=9)
@@ -74,12 +65,12 @@ def test_ten_steps(world_size):
 
 
 def compiled_and_not():
-    found = {"adamw": weights_after(*make("adamw", compile_blocks=True)), "eager": weights_after(*make("sharded"))}
+    found = {"adamw": trained(*make("adamw", compile_blocks=True)), "eager": trained(*make("sharded"))}
     model, optimizer = make("sharded", compile_blocks=True)
     counters = torch._dynamo.utils.counters
-    train(model, optimizer, steps=1)
+    trained(model, optimizer, steps=1)
     graphs = counters["stats"]["unique_graphs"]
-    found["sharded"] = weights_after(model, optimizer, first=1)
+    found["sharded"] = trained(model, optimizer, steps=STEPS - 1, first=1)
     counts = [sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"] - graphs]
     return {**found, "counts": {"breaks and later graphs": torch.tensor(counts)}}
 
@@ -95,7 +86,6 @@ def order_of_events(compile_blocks):
     """What happens in the second step: bucket i's reduction starts ("r", i), layer i is reached by backward or forward."""
     model, optimizer = make("sharded", compile_blocks, bucket_mb=0.04)
     events = []
-    train(model, optimizer, steps=1)
     reduce_scatter, synchronize = optimizer.comm.reduce_scatter, optimizer.synchronize
     blocks = model.module.transformer.h
 
@@ -110,8 +100,8 @@ def order_of_events(compile_blocks):
     optimizer.comm.reduce_scatter, optimizer.synchronize = reduced, synchronized
     blocks[0].register_forward_pre_hook(lambda *_: events.append(("forward", 0)))
     blocks[0].register_full_backward_pre_hook(lambda *_: events.append(("backward", 0)))
-    train(model, optimizer, steps=1)
-    return events
+    trained(model, optimizer, steps=2)
+    return events[events.index(("backward", 0)) + 1 :]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toy import assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
 from run.memory_meter import describe
-from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
+from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import clip_grad_norm_
 from zero.flags import Flags
 from zero.host_comm import gather_objects
@@ -109,8 +109,16 @@ def several_backwards(order):
     assert largest_difference(after[1], after[0]) <= 1e-6
 
 
-def test_backward_passes_of_a_step_add_up():
-    run_in_turn(4, *(partial(several_backwards, order) for order in ORDERS))
+def groups_that_do_not_fit():
+    for shard_size, message in ((3, "shard_size=3 does not divide 4 ranks; use one of 1, 2"), (-1, "use one of 1, 2, 4")):
+        with pytest.raises(ValueError, match=message):
+            hybrid_toy(shard_size)
+    lines = gather_objects(describe(hybrid_toy(2)[1], []))
+    assert "over 2 ranks in each of 2 groups" in lines[0]
+
+
+def test_backward_passes_of_a_step_add_up_and_groups_fit():
+    run_in_turn(4, groups_that_do_not_fit, *(partial(several_backwards, order) for order in ORDERS))
 
 
 def with_ddp_and_part_of_the_ranks():
@@ -153,32 +161,3 @@ def test_gradients_of_ddp_and_a_group_of_some_ranks():
         assert_equal(found["under ddp"], found["adamw"])
         assert largest_difference(found["wrapped"], found["adamw"]) <= 1e-6
         assert_equal(found["wrapped"], results[0]["wrapped"])
-
-
-def inf_on_one_replica():
-    """The update is skipped on all ranks."""
-    model, optimizer = hybrid_toy(2)
-    scaler = ShardedGradScaler("cpu", init_scale=8.0)
-    before = weights(model)
-    loss = model(*batch(0, dist.get_rank())) * (math.inf if dist.get_rank() == 3 else 1.0)
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    assert_equal(weights(model), before)
-    assert scaler.get_scale() == 4.0
-
-
-def groups_that_do_not_fit():
-    for shard_size, message in ((3, "shard_size=3 does not divide 4 ranks; use one of 1, 2"), (-1, "use one of 1, 2, 4")):
-        with pytest.raises(ValueError, match=message):
-            hybrid_toy(shard_size)
-    with pytest.raises(ValueError, match="shard_size=2 needs use_zero1=True, zero1_impl='sharded'"):
-        hybrid_toy(2, use_zero1=False)
-    lines = gather_objects(describe(hybrid_toy(2)[1], []))
-    assert "over 2 ranks in each of 2 groups" in lines[0]
-
-
-def test_two_groups_of_two_ranks():
-    run_in_turn(4, inf_on_one_replica, groups_that_do_not_fit)

@@ -16,7 +16,8 @@ from torch.optim import SGD, Adam, AdamW
 from toy import assert_equal, weights
 
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
-from zero.checkpoint import CheckpointError, consolidate
+from zero.build import clip_grad_norm_
+from zero.checkpoint import consolidate
 from zero.muon.muon import orthogonalized
 
 NAMES = r"call optimizer\.consolidate_state_dict\(\) on all ranks"
@@ -95,18 +96,8 @@ def without_state():
                 optimizer.step()
 
 
-def several_targets():
-    optimizer = ShardedOptimizer(net().parameters(), AdamW)
-    with pytest.raises(ValueError, match="is not the same rank on all ranks"):
-        optimizer.consolidate_state_dict(dist.get_rank())
-    with pytest.raises(CheckpointError, match="this state dict has no state"):
-        optimizer.load_state_dict(None)
-
-
 def test_state_dicts():
-    run_in_turn(
-        2, partial(state_dicts, 0), partial(state_dicts, 1, parameters_as_bucket_view=True), without_state, several_targets
-    )
+    run_in_turn(2, partial(state_dicts, 0), partial(state_dicts, 1, parameters_as_bucket_view=True), without_state)
     run_in_turn(4, partial(state_dicts, 3), partial(state_dicts, 3, shard_size=2), partial(state_dicts, 1, shard_size=2))
 
 
@@ -133,20 +124,6 @@ def what_distributed_checkpoint_does():
 
 def test_distributed_checkpoint():
     run_ranks(what_distributed_checkpoint_does, 2)
-
-
-def arguments():
-    params = list(net().parameters())
-    with pytest.raises(ValueError, match="two names of one argument"):
-        ShardedOptimizer(params, AdamW, optimizer_class=AdamW)
-    with pytest.raises(ValueError, match=r"overlap_with_ddp=True .* zero\.ShardedDataParallel"):
-        ShardedOptimizer(params, AdamW, None, True, True)
-    with pytest.raises(ValueError, match="must be a class"):
-        ShardedOptimizer(params)
-    for flags in ({"use_muon": True}, {"kind": "muon"}, {"algorithm": "Muon"}):
-        with pytest.raises(ValueError, match="by its entry matrices=1 only"):
-            ShardedOptimizer([{"params": params[:1], **flags}, {"params": params[1:]}], Muon)
-    ShardedOptimizer([{"params": params[:1], "kind": "muon", "matrices": 1}, {"params": params[1:], "use_muon": False}], Muon)
 
 
 # -- add_param_group ---------------------------------------------------------------------------------------------------
@@ -203,14 +180,12 @@ def groups_are_added(optimizer_class=Adam, exact=True, **options):
     places = {name: param.data_ptr() for name, param in model.named_parameters() if param.requires_grad}
     trained_in_stages(pairs)
     assert all(model.get_parameter(name).data_ptr() == place for name, place in places.items()), "the others do not move"
+    whole = consolidate(optimizer)
     if exact:
         assert_equal(weights(model), weights(oracle))
-        whole = consolidate(optimizer)
         if whole is not None:
             assert_equal(whole, plain.state_dict())
-    model, optimizer = tower(ShardedOptimizer, optimizer_class=optimizer_class, bucket_mb=TINY_MB, **options)
-    trained_in_stages([(model, optimizer)])
-    return weights(model), consolidate(optimizer) or {}
+    return weights(model), whole or {}
 
 
 def resumed(model_state, saved, **options):
@@ -297,27 +272,35 @@ def moved_before_the_first_step():
 def test_groups_with_masters_codecs_and_matrices():
     cases = [partial(grown_runs_are_those_of_groups_from_the_begin, Adam, **options) for options in OPTIONS]
     cases.append(partial(groups_are_added, Muon, exact=False, state_dtype="int8"))
-    run_in_turn(2, *cases, partial(groups_are_added, Muon), no_place_for_a_group, arguments, moved_before_the_first_step)
+    run_in_turn(2, *cases, partial(groups_are_added, Muon), no_place_for_a_group, moved_before_the_first_step)
 
 
 # -- norms, train and eval ---------------------------------------------------------------------------------------------
 
 
-def norms():
-    for norm_type in (1.0, 2.0, 3.5, math.inf, "inf"):
-        module, oracle = net(), net()
-        model, optimizer = wrap(module)
-        for each in (model, oracle):
-            each(torch.ones(4, 8)).square().sum().backward()
-        expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.1, norm_type)
-        norm = optimizer.clip_grad_norm_(0.1, norm_type)
-        torch.testing.assert_close(norm, expected)
-        for owned in optimizer.owned:
-            whole = dict(oracle.named_parameters())[next(n for n, p in module.named_parameters() if p is owned.param)]
-            torch.testing.assert_close(owned.local.grad.view(-1), whole.grad.view(-1)[owned.start : owned.stop])
-    for wrong in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match=r"norm_type=.* must be positive"):
-            optimizer.clip_grad_norm_(1.0, wrong)
+def clipped(value, norm_type=2.0):
+    """The norm and the clipped gradients of slices, against torch's of whole ones; one gradient is not contiguous."""
+    torch.manual_seed(0)
+    gradients = [torch.randn(6, 5), torch.randn(5, 4).t(), torch.randn(7), torch.randn(())]
+    gradients[1][2, 3] = value
+    params, oracle = ([torch.nn.Parameter(torch.zeros_like(g)) for g in gradients] for _ in range(2))
+    sharded = ShardedOptimizer(params, SGD, bucket_mb=0.0001, lr=1.0)
+    plain = SGD(oracle, lr=1.0)
+    for param, other, gradient in zip(params, oracle, gradients, strict=True):
+        param.grad, other.grad = gradient.clone(memory_format=torch.preserve_format), gradient.clone()
+    for optimizer in (sharded, plain):
+        clip_grad_norm_(optimizer, torch.inf)  # only measures
+    torch.testing.assert_close([other.grad for other in oracle], gradients, rtol=0, atol=0, equal_nan=True)
+    norm, expected = sharded.clip_grad_norm_(0.1, norm_type), nn.utils.clip_grad_norm_(oracle, 0.1, norm_type)
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0, equal_nan=True)
+    if norm.isfinite():
+        assert sharded.clip_grad_norm_(torch.inf, norm_type) == pytest.approx(0.1, rel=1e-3)
+    for param, other in zip(params, oracle, strict=True):  # on every rank: a loop may add to them
+        torch.testing.assert_close(param.grad, other.grad, rtol=1e-6, atol=1e-9, equal_nan=True)
+    sharded.step()
+    plain.step()
+    for param, other in zip(params, oracle, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
 class Averaged(SGD):
@@ -387,7 +370,12 @@ def train_and_eval(tolerance=0.0, **options):
 
 def test_norms_train_and_eval():
     options = {"param_dtype": "bfloat16_remainder", "state_dtype": "bfloat16"}
-    run_in_turn(2, norms, train_and_eval, partial(train_and_eval, 0.05, **options))
+    run_in_turn(2, train_and_eval, partial(train_and_eval, 0.05, **options))
+    values = [partial(clipped, value) for value in (1.0, math.inf, math.nan)]
+    norms = [partial(clipped, 1.0, norm_type) for norm_type in (1.0, 3.5, math.inf, "inf")]
+    for clips in values + norms:
+        clips()  # in this process
+    run_in_turn(3, *values, *norms)
 
 
 def kellers_muon(weight, gradients, lr, wd, momentum):
@@ -417,34 +405,9 @@ def test_the_rates_of_kellers_muon(shape):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def an_overflow_on_one_rank():
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = ShardedOptimizer([weight], SGD, lr=0.01)
-    weight.grad = torch.full((3,), math.inf)  # on all ranks: as under DistributedDataParallel
-    optimizer.step()
-    weight.grad = torch.ones(3) if dist.get_rank() else torch.tensor([math.nan, 1.0, 1.0])
-    with pytest.raises(RuntimeError, match=r"on one rank and .*average the gradients"):
-        optimizer.step()
-
-
-def gradients_that_nobody_averaged(broken_step):
-    module = net()
-    optimizer = ShardedOptimizer(module.parameters(), SGD, lr=0.01)
-    before = None
-    for step in range(broken_step + 1):
-        optimizer.zero_grad()
-        module((1 + (step == broken_step) * dist.get_rank()) * torch.ones(4, 8)).square().sum().backward()
-        before = weights(module)
-        if step < broken_step:
-            optimizer.step()
-    with pytest.raises(RuntimeError, match=r"the gradient of a parameter of shape .* on one rank and .*average the gradients"):
-        optimizer.step()
-    assert_equal(weights(module), before)
-
-
 def on_one_rank(rank):
-    """The group's timeout is two seconds."""
-    optimizer = ShardedOptimizer(net().parameters(), AdamW, dist.new_group(timeout=timedelta(seconds=2)))
+    """The group's timeout is one second."""
+    optimizer = ShardedOptimizer(net().parameters(), AdamW, dist.new_group(timeout=timedelta(seconds=1)))
     if dist.get_rank() == rank:
         missing = "Ranks 1 failed" if rank == 0 else ""  # only rank 0 knows who it is
         with pytest.raises(RuntimeError, match=f"not all ranks are here: .* outside of `if rank == 0`.*{missing}"):
@@ -453,8 +416,5 @@ def on_one_rank(rank):
 
 
 def test_refusals():
-    run_in_turn(
-        2, partial(gradients_that_nobody_averaged, 0), partial(gradients_that_nobody_averaged, 1), an_overflow_on_one_rank
-    )
     for rank in (0, 1):
         run_ranks(on_one_rank, 2, rank)

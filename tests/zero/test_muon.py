@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ranks import run_in_turn, run_ranks
 from torch import nn
 from torch.optim import _muon
-from toy import assert_equal, batch, train, weights
+from toy import assert_equal, batch, largest_difference, train, weights
 
 from forecast.prediction import ShardedPrediction
 from forecast.run_memory import gpt_specs
@@ -71,7 +71,7 @@ def make(seed=0):
 
 def make_sharded(shard_gradients=False, seed=0, **kwargs):
     model = make(seed)
-    optimizer = ShardedOptimizer(model.param_groups(), Muon, bucket_mb=0.002, lr=0.01, **kwargs)
+    optimizer = ShardedOptimizer(model.param_groups(), Muon, bucket_mb=0.004, lr=0.01, **kwargs)
     return ShardedDataParallel(model, optimizer, shard_gradients), optimizer
 
 
@@ -110,27 +110,18 @@ def oracle(world_size, steps, dtype="torch.float32", micro_steps=1, clip=0.0):
     return weights(model)
 
 
-def largest_difference(a, b):
-    return max((a[name] - b[name]).abs().max().item() for name in b)
-
-
-def sharded(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
-    """The weights, and the bytes that this rank has sent of its matrices."""
-    model, optimizer = make_sharded(ns_dtype=ns_dtype, **kwargs)
-    train(model, optimizer, dist.get_rank(), steps, micro_steps=micro_steps, clip=clip)
-    return weights(model), optimizer.comm.sent_bytes["all-to-all"]
-
-
 def like_torch(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
-    expected = oracle(world_size := dist.get_world_size(), steps, f"torch.{ns_dtype}", micro_steps, clip)
-    after, sent = sharded(steps, ns_dtype, micro_steps, clip, **kwargs)
-    assert (sent == 0) == (world_size == 1)
-    assert largest_difference(after, expected) <= (0 if steps == 20 and world_size < 3 else 1e-5)
+    model, optimizer = make_sharded(ns_dtype=ns_dtype, **kwargs)
+    train(model, optimizer, dist.get_rank(), steps, clip, micro_steps=micro_steps)
+    world_size = dist.get_world_size()
+    assert (optimizer.comm.sent_bytes["all-to-all"] == 0) == (world_size == 1)
+    expected = oracle(world_size, steps, f"torch.{ns_dtype}", micro_steps, clip)
+    assert largest_difference(weights(model), expected) <= (0 if steps == 12 and world_size < 3 else 1e-5)
 
 
 WAYS = {  # number of ranks: how they train
-    1: [{"steps": 20}, {"steps": 20, "ns_dtype": "bfloat16"}],
-    2: [{"steps": 20}, {"steps": 20, "ns_dtype": "bfloat16"}, {"shard_gradients": True}, {"clip": 0.1}],
+    1: [{"steps": 12}, {"steps": 12, "ns_dtype": "bfloat16"}],
+    2: [{"steps": 12}, {"steps": 12, "ns_dtype": "bfloat16"}, {"shard_gradients": True}, {"clip": 0.1}],
     3: [{"micro_steps": 4}, {"shard_gradients": True, "micro_steps": 4}],
     4: [{}, {"shard_size": 2}],
 }
@@ -138,24 +129,8 @@ WAYS = {  # number of ranks: how they train
 
 @pytest.mark.parametrize("world_size", WAYS)
 def test_steps_are_those_of_torchs_optimizers(world_size):
-    """In float32, up to rounding of the means; twenty steps on two ranks bit for bit, also with matrices in bfloat16."""
+    """In float32, up to rounding of the means; twelve steps on two ranks bit for bit, also with matrices in bfloat16."""
     run_in_turn(world_size, *(partial(like_torch, **way) for way in WAYS[world_size]))
-
-
-def bfloat16_weights():
-    """Masters of both kinds are the same, and stay near float32 weights: the gradients are rounded."""
-    expected = oracle(2, 10)
-    for ns_dtype in ("float32", "bfloat16"):
-        kept, remainders = (sharded(ns_dtype=ns_dtype, param_dtype=kind)[0] for kind in ("bfloat16", "bfloat16_remainder"))
-        assert_equal(kept, remainders)
-        assert largest_difference(kept, expected) < 0.1
-
-
-def what_has_no_gradient_does_not_move():
-    (before, (after, _)) = weights(make()), sharded(3)
-    for name in ("unused.weight", "unused.bias", "frozen.weight"):
-        assert torch.equal(before[name], after[name]), name
-    assert not torch.equal(before["up.weight"], after["up.weight"])
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
@@ -173,25 +148,6 @@ def test_the_momentum_does_not_stall(state_dtype):
     assert (momentum / gradient).mean().item() == pytest.approx(1, abs=0.02)
 
 
-def skipping():
-    """Two updates, of which `found_inf` skips the first, which changes nothing."""
-    model, optimizer = make_sharded(fused=True)
-    found = [weights(model)]
-    for skip in (1.0, 0.0):
-        loss = model(*batch(0, dist.get_rank()))
-        (loss * torch.inf if skip else loss).backward()
-        optimizer.inner.found_inf = torch.tensor(skip)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(weights(model))
-    assert_equal(found[0], found[1])
-    assert not torch.equal(found[2]["up.weight"], found[1]["up.weight"])
-    assert all(tensor.isfinite().all() for tensor in found[2].values())
-    states = optimizer.inner.state.values()
-    assert {int(state["step"]) for state in states if "step" in state} == {1}
-    assert all(state["momentum_buffer"].isfinite().all() for state in states if "momentum_buffer" in state)
-
-
 def each_matrix_is_sent_once_and_comes_back_once(ns_dtype):
     """Elements of other ranks' matrices that this rank holds, and of its own that others hold; not those without a gradient."""
     model, optimizer = make_sharded(ns_dtype=ns_dtype)
@@ -205,10 +161,7 @@ def each_matrix_is_sent_once_and_comes_back_once(ns_dtype):
 
 
 def test_steps_of_two_ranks():
-    run_in_turn(
-        *(2, bfloat16_weights, what_has_no_gradient_does_not_move),
-        *(skipping, *(partial(each_matrix_is_sent_once_and_comes_back_once, dtype) for dtype in ("bfloat16", "float32"))),
-    )
+    run_in_turn(2, *(partial(each_matrix_is_sent_once_and_comes_back_once, dtype) for dtype in ("bfloat16", "float32")))
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -292,11 +245,7 @@ def test_parts_cover_every_matrix_and_lie_in_the_shards_of_their_ranks(world_siz
     [
         ({"momentum": 1.0}, {}, "momentum=1.0 must be at least 0 and less than 1"),
         ({"ns_steps": 0}, {}, "ns_steps=0 must be positive"),
-        (
-            {},
-            {"params": [nn.Parameter(torch.ones(0, 4))], "matrices": 1},
-            r"a parameter of shape \(0, 4\) does not consist of 1",
-        ),
+        ({}, {"params": [nn.Parameter(torch.ones(0, 4))], "matrices": 1}, r"parameter of shape \(0, 4\) does not consist of 1"),
         ({"ns_dtype": "float16"}, {}, "ns_dtype='float16' is not one of bfloat16, float32"),
         ({}, {"matrices": 5}, r"a parameter of shape \(24, 4\) does not consist of 5 matrices of equal size"),
         ({}, {"params": [nn.Parameter(torch.ones(3))], "matrices": 1}, r"a parameter of shape \(3,\) does not consist of 1"),

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from toy import assert_equal, batch, make_toy, train, weights
+from toy import assert_equal, batch, build_toy, make_toy, train, weights
 
 from forecast.modes import without_effect
 from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
@@ -19,8 +19,7 @@ from zero.tensors import from_dlpack
 
 def built(muon=False, **flags):
     assert not dist.is_initialized()
-    model = make_toy()
-    return model, *build(model, model.param_groups(muon), Flags(bucket_mb=0.0002, **flags), overlap=[model.hidden], lr=0.01)
+    return build_toy(Flags(bucket_mb=0.0002, **flags), muon=muon, freeze=False, overlap=["hidden"])
 
 
 @pytest.mark.parametrize(
@@ -41,14 +40,15 @@ def test_which_flags_act(flags, implementation, idle):
     assert without_effect(Flags(**flags), 2) == []
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("muon", [False, True])
 def test_remainders_are_float32_masters(muon):
     """Bit for bit, in half the bytes."""
     ends, held = [], []
     for param_dtype in ("bfloat16", "bfloat16_remainder"):
-        module, model, optimizer = built(muon, param_dtype=param_dtype)
+        model, optimizer = built(muon, param_dtype=param_dtype)
         train(model, optimizer, 0, steps=20, clip=0.01)
-        ends.append([weights(module), ckpt.model_state_dict(module, optimizer), ckpt.consolidate(optimizer)])
+        ends.append([weights(model), ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)])
         held.append(held_bytes(optimizer)["master"])
     assert held[0] == 2 * held[1] > 0
     assert_equal(*ends)
@@ -59,7 +59,7 @@ def test_remainders_are_float32_masters(muon):
     ("micro_steps", "shard_gradients", "itemsize"), [(1, False, 2), (3, False, 2), (1, True, 2), (3, True, 4)]
 )
 def test_a_gradient_keeps_its_dtype_unless_it_is_a_sum_of_micro_steps(micro_steps, shard_gradients, itemsize):
-    _, model, optimizer = built(param_dtype="bfloat16", state_dtype="int8", shard_gradients=shard_gradients)
+    model, optimizer = built(param_dtype="bfloat16", state_dtype="int8", shard_gradients=shard_gradients)
     for micro_step in range(micro_steps):
         model.require_backward_grad_sync = micro_step == micro_steps - 1
         model(*batch(micro_step, 0)).backward()
@@ -98,7 +98,7 @@ def test_parameters_move_while_their_gpu_is_the_current_one(monkeypatch):
     calls = mock.MagicMock(**{"export.side_effect": from_dlpack})
     monkeypatch.setattr(torch.cuda, "device_of", calls.device_of)
     monkeypatch.setattr("zero.tensors.from_dlpack", calls.export)
-    *_, optimizer = built(param_dtype="bfloat16")
+    _, optimizer = built(param_dtype="bfloat16")
     each = ["device_of", "device_of().__enter__", "export", "device_of().__exit__"]
     assert [name for name, *_ in calls.mock_calls] == each * len(optimizer.number_of)
     assert calls.device_of.call_args_list == calls.export.call_args_list, "of the same tensor"

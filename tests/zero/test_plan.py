@@ -1,24 +1,97 @@
-"""zero.layout.plan and zero.flags: a plan made from a model without memory is that of the built optimizer."""
+"""zero/layout.py, zero/flags.py: shards and slices of any shapes; a plan without memory is that of the built optimizer."""
 
+import itertools
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_in_turn
-from toy import MODES, Toy, make_toy
+from toy import MODES, Toy
 
-from forecast.prediction import Prediction
 from model import GPT, GPTConfig
 from zero.build import build
 from zero.flags import Flags
-from zero.held_bytes import held_bytes
-from zero.layout import ParameterSpec, parameter_specs, plan, replicated_plan, zero_redundancy_plan
-from zero.optimizer import ShardedOptimizer
+from zero.layout import Layout, ParameterSpec, auto_bucket_mb, parameter_specs, plan, replicated_plan, zero_redundancy_plan
 from zero.options import Options
 from zero.sharded_state import partition
+
+settings.register_profile("no deadline", deadline=None)  # a loaded machine may take any time
+settings.load_profile("no deadline")
+
+
+def assert_one_owner(numels, slices):
+    """Of every element; a parameter without elements also has one."""
+    owners = [[0] * max(numel, 1) for numel in numels]
+    for piece in slices:
+        for element in range(piece.start, max(piece.stop, 1)):
+            owners[piece.param][element] += 1
+    assert all(count == 1 for parameter in owners for count in parameter)
+
+
+@given(
+    numels=st.lists(st.integers(0, 50), max_size=12),
+    world_size=st.integers(1, 9),
+    bucket_numel=st.integers(1, 200),
+    align=st.sampled_from([1, 2, 8]),
+)
+def test_equal_shards_tile_the_flat_buffer_and_slices_lie_in_them(numels, world_size, bucket_numel, align):
+    layout = Layout.by_element(numels, world_size, bucket_numel=bucket_numel, align=align)
+    assert_one_owner(layout.numels, (piece for rank in range(world_size) for piece in layout.slices(rank)))
+    for rank in range(world_size):
+        for piece in layout.slices(rank):
+            numel, begin = layout.numels[piece.param], layout.offsets[piece.param] + piece.start
+            assert 0 <= piece.start < piece.stop <= numel or numel == piece.stop == 0
+            assert piece.start % align == 0, "cuts lie between vectors"
+            assert piece.stop % align == 0 or piece.stop == numel
+            assert any(shards[rank].start <= begin and begin + piece.numel <= shards[rank].stop for shards in layout.shards)
+    assert len({len(shard) for shards in layout.shards for shard in shards}) <= 1
+    assert all(0 < len(bucket) < bucket_numel + align * world_size for bucket in layout.buckets)
+    assert all(len(shards) == world_size for shards in layout.shards)
+    starts = [shard.start for shards in layout.shards for shard in shards]
+    assert [*starts, layout.padded_numel] == [0, *(shard.stop for shards in layout.shards for shard in shards)]
+    assert all(start % align == 0 for start in starts)
+    taken = sorted((offset, offset + numel) for offset, numel in zip(layout.offsets, layout.numels, strict=True) if numel)
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(taken)), "parameters do not overlap"
+    assert not taken or taken[-1][1] <= layout.padded_numel
+    padding = layout.padded_numel - sum(layout.numels)
+    assert 0 <= padding < align * (world_size * max(1, len(layout.buckets)) + len(layout.numels))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 64])
+def test_gpt2_124m_is_divided_evenly(world_size):
+    block = [768, 768, 768 * 2304, 2304, 768 * 768, 768, 768, 768, 768 * 3072, 3072, 3072 * 768, 768]
+    numels = (50257 * 768, 1024 * 768, *(block * 12), 768, 768)
+    assert sum(numels) == 124_439_808
+    layout = Layout.by_element(numels[::-1], world_size, bucket_numel=25_000_000 // 4, align=16)
+    by_rank = [sum(piece.numel for piece in layout.slices(rank)) for rank in range(world_size)]
+    assert sum(by_rank) == sum(numels)
+    assert max(by_rank) / (sum(by_rank) / world_size) <= 1.001
+
+
+@pytest.mark.parametrize(
+    ("params", "world_size", "expected"),
+    [
+        *((0, 1, 4), (0.8e6, 2, 4), (0.8e6, 64, 4)),  # one bucket
+        *((10.7e6, 2, 14.27), (10.7e6, 64, 14.27)),
+        *((124e6, 2, 25), (124e6, 25, 25), (124e6, 64, 64), (1558e6, 8, 155.8), (1558e6, 1024, 1024)),
+    ],
+)
+def test_the_automatic_bucket_size(params, world_size, expected):
+    assert auto_bucket_mb(int(4 * params), world_size) == pytest.approx(expected, rel=1e-3)
+
+
+def test_automatic_buckets_follow_the_bytes_of_the_trainable_parameters():
+    sizes = (3_000_000, True), (3_000_000, True), (80_000_000, False)
+    specs = [ParameterSpec((numel,), torch.float32, torch.device("cpu"), is_trainable) for numel, is_trainable in sizes]
+    for param_dtype, megabytes in [("float32", 8), ("bfloat16", 4)]:
+        (buffer,) = plan(specs, 2, Options(param_dtype=param_dtype)).buffers
+        sizes = [len(bucket) * buffer.dtype.itemsize / 1e6 for bucket in buffer.layout.buckets]
+        assert sizes == pytest.approx([megabytes] * 3, rel=1e-4)
+
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
 specs = st.lists(
@@ -48,16 +121,13 @@ def test_every_element_has_one_owner_in_every_plan_and_state_bytes_are_those_of_
         zero_redundancy_plan(params, world_size),
         replicated_plan(params),
     ):
-        owners = [[0] * max(spec.numel, 1) for spec in params]  # one without elements also has an owner
-        for rank, held in enumerate(planned.state_bytes):
-            for piece in planned.slices(rank):
-                for element in range(piece.start, max(piece.stop, 1)):
-                    owners[piece.param][element] += 1
+        slices = [planned.slices(rank) for rank in range(planned.world_size)]
+        assert_one_owner([spec.numel for spec in params], itertools.chain(*slices))
+        for its_slices, held in zip(slices, planned.state_bytes, strict=True):
+            for piece in its_slices:
                 if (spec := params[piece.param]).requires_grad:
                     held -= spec.state_tensors * piece.numel * planned.update_dtypes[piece.param].itemsize
             assert held == 0
-        assert len(planned.state_bytes) == planned.world_size
-        assert all(count == 1 for parameter in owners for count in parameter)
 
 
 def test_a_plan_for_no_ranks_is_refused():
@@ -65,56 +135,30 @@ def test_a_plan_for_no_ranks_is_refused():
         plan([ParameterSpec((3,), torch.float32, torch.device("cpu"))], 0)
 
 
-# name: arguments of ShardedOptimizer
-SETTINGS = {
-    "equal shards": {},
-    "small buckets": {"bucket_mb": 0.0002},
-    "masters": {"bucket_mb": 0.0002, "param_dtype": "bfloat16"},
+SIZES = GPTConfig(block_size=8, vocab_size=19, n_layer=2, n_head=2, n_embd=24, bias=False)
+FLAGS = *MODES.values(), Flags(bucket_mb=0.0002, param_dtype="bfloat16"), Flags()
+MODELS = {  # and their parameter groups
+    "a GPT": (lambda: GPT(SIZES), lambda model: model.param_groups(0.1)),
+    "frozen ones": (Toy, lambda model: [*model.param_groups(), {"params": list(model.frozen.parameters())}]),
 }
 
 
-def planned_and_built(setting):
-    """A plan made on the meta device is the built optimizer's, and its bytes are those that are held."""
-    rank, world_size, kwargs = dist.get_rank(), dist.get_world_size(), SETTINGS[setting]
-    with torch.device("meta"):
-        meta = Toy()
-    meta_groups = [*meta.param_groups(), {"params": list(meta.frozen.parameters())}]
-    planned = plan(parameter_specs(meta_groups, meta.parameters()), world_size, Options(**kwargs))
-    model = make_toy()
-    groups = [*model.param_groups(), {"params": list(model.frozen.parameters())}]
-    optimizer = ShardedOptimizer(groups, torch.optim.AdamW, registration_order=model.parameters(), **kwargs)
-    part = partition(optimizer)
-    assert [planned.slices(each) for each in range(world_size)] == [part.plan.slices(each) for each in range(world_size)]
-    assert [piece.numel for piece in planned.slices(rank)] == [local.numel() for local in part.locals]
-    assert [buffer.layout for buffer in planned.buffers] == [buffer.layout for buffer in optimizer.buffers]
-    for param in model.parameters():  # so that there is state of every one
-        param.grad = torch.ones_like(param) if param.requires_grad else None
-    optimizer.step()
-    trained = plan(parameter_specs(meta.param_groups(), meta.parameters()), world_size, Options(**kwargs))
-    frozen = sum(param.nbytes for param in model.frozen.parameters())
-    held, predicted = held_bytes(optimizer), Prediction(trained, rank, frozen=frozen).at("after step")
-    for key in ("parameters", "state", "master"):
-        assert (held[key], held[key] > 0) == (predicted[key], key != "master" or setting == "masters")
-
-
-SIZES = GPTConfig(block_size=8, vocab_size=19, n_layer=2, n_head=2, n_embd=24, bias=False)
-FLAGS = *MODES.values(), Flags(bucket_mb=0.0002, param_dtype="bfloat16")
-
-
-def planned_and_chosen():
-    """The plan that flags choose for a GPT on the meta device is that of the optimizer that they build."""
-    for flags in FLAGS:
+def planned_and_built(flags):
+    """The plan that flags choose for a model on the meta device is that of the optimizer that they build."""
+    for name, (make, groups_of) in MODELS.items():
         with torch.device("meta"):
-            meta = GPT(SIZES)
-        planned = flags.plan(parameter_specs(meta.param_groups(0.1), meta.parameters()), dist.get_world_size())
-        module = GPT(SIZES)
-        built = partition(build(module, module.param_groups(0.1), flags, lr=0.01)[1]).plan
-        assert all(planned.slices(rank) == built.slices(rank) for rank in range(planned.world_size)), flags
+            meta = make()
+        planned = flags.plan(parameter_specs(groups_of(meta), meta.parameters()), dist.get_world_size())
+        model = make()
+        part = partition(build(model, groups_of(model), flags, lr=0.01)[1])
+        assert all(planned.slices(rank) == part.plan.slices(rank) for rank in range(planned.world_size)), name
+        if part.locals:
+            assert [piece.numel for piece in planned.slices(part.rank)] == [local.numel() for local in part.locals]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_is_built_is_what_was_planned(world_size):
-    run_in_turn(world_size, planned_and_chosen, *(partial(planned_and_built, setting) for setting in SETTINGS))
+    run_in_turn(world_size, *(partial(planned_and_built, flags) for flags in FLAGS))
 
 
 def test_specs_have_names_and_groups():

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from contents import VALUES
 from ranks import run_in_turn, run_ranks
 from toy import MODES, assert_equal, build_toy, largest_difference, make_toy, train, weights
 
@@ -76,7 +77,7 @@ def save(modes, root, references):
             folder = folder_of(root, place, format)
             os.makedirs(folder, exist_ok=True)
             writer = ckpt.CheckpointWriter(folder, format=format)
-            writer.write(module, optimizer, {"model_args": {}, "iter_num": STEPS, "best_val_loss": 0.0, "config": {}})
+            writer.write(module, optimizer, VALUES)
             assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
         if dist.get_rank() == 0 and tolerance(place) == 0:
             held = ckpt.load(f"{folder_of(root, place, 'consolidated')}/ckpt.pt")

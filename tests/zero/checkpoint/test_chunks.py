@@ -4,6 +4,8 @@ import enum
 import os
 import pickle
 import random
+import re
+import zlib
 
 import pytest
 import torch
@@ -11,11 +13,11 @@ import torch.distributed as dist
 from contents import VALUES, Hostile, restore, save_alone
 from ranks import run_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from toy import assert_equal, make_toy, train, weights
+from toy import assert_equal, make_toy, train
 
 from zero import checkpoint as ckpt
 from zero.checkpoint.chunks import read_chunks, write_chunks
-from zero.checkpoint.files import FileSum, file_sum
+from zero.checkpoint.files import file_sum
 from zero.checkpoint.format import read_file
 from zero.checkpoint.state import TensorChunk
 
@@ -45,27 +47,6 @@ def test_state_that_is_kept_by_row_and_column(tmp_path):
     run_ranks(rows_and_columns, 2, str(tmp_path))
 
 
-def test_only_one_file_holds_parameters_with_any_strides(tmp_path):
-    def build(seed):
-        torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last), torch.nn.Linear(3, 5))
-        model[1].weight.data = model[1].weight.data.t().contiguous().t()
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-
-    model, optimizer = build(1)
-    model(torch.randn(2, 3, 4, 4)).square().sum().backward()
-    optimizer.step()
-    with pytest.raises(ckpt.CheckpointError, match="shards hold contiguous parameters, consolidated files hold any"):
-        ckpt.CheckpointWriter(str(tmp_path), format="sharded").write(model, optimizer, VALUES)
-    ckpt.CheckpointWriter(str(tmp_path)).write(model, optimizer, VALUES)
-    other, resumed = build(2)
-    other.load_state_dict(restore(resumed, str(tmp_path / "ckpt.pt"))["model"])
-    assert_equal(resumed.state_dict(), optimizer.state_dict())
-    assert_equal(weights(other), weights(model))
-    strides = [[state["exp_avg"].stride() for state in each.state.values()] for each in (optimizer, resumed)]
-    assert strides[0] == strides[1] == [param.stride() for param in model.parameters()]
-
-
 def test_damaged_shards(tmp_path):
     """Each falls back to the checkpoint before, and is named in one line."""
     save_alone(tmp_path, 1)
@@ -85,8 +66,13 @@ def test_damaged_shards(tmp_path):
             path, warning = ckpt.find(str(tmp_path))
             assert ckpt.load(path)["iter_num"] == 1
             assert "\n" not in warning
-            assert str(shards / name) in warning
-            count += 1
+            place, count = re.escape(str(shards / name)), count + 1
+            reasons = (
+                rf"there is no {place}",
+                rf"{place} has \d+ bytes instead of {len(whole)}",
+                rf"the checksum of {place} does",
+            )
+            assert re.search("|".join(reasons), warning)
         (shards / name).write_bytes(whole)
     assert count == 86
     assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
@@ -105,7 +91,7 @@ def test_shards_that_ask_for_code_are_refused_by_name(tmp_path, monkeypatch):
     path = str(tmp_path / "ckpt.pt")
     [shards] = [tmp_path / name for name in os.listdir(tmp_path) if name.startswith("shards_")]
     contents, checkpoint = (shards / ".metadata").read_bytes(), ckpt.load(path)
-    assert FileSum(*read_file(path)["shards"]["files"][".metadata"]) == file_sum(str(shards / ".metadata"))
+    assert read_file(path)["shards"]["files"][".metadata"] == [len(contents), zlib.crc32(contents)]
 
     def is_refused(message):
         with_true_checksums(path, shards)

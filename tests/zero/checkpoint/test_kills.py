@@ -13,7 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from contents import write
+from contents import VALUES, restore, write
 from toy import batch, build_toy, make_toy
 
 from zero import checkpoint as ckpt
@@ -27,10 +27,8 @@ def train_rank(rank, meeting, folder, format, muon, started):
     model, optimizer = build_toy("sharded", muon=muon)
     first = 0
     if os.path.exists(f"{folder}/ckpt.pt"):
-        path, _ = ckpt.find(folder)
-        checkpoint = ckpt.load(path)
+        checkpoint = restore(optimizer, ckpt.find(folder)[0])
         model.module.load_state_dict(checkpoint["model"])
-        ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(path, checkpoint))
         first = checkpoint["iter_num"]
     writer = ckpt.CheckpointWriter(folder, keep=2, background=True, format=format)
     dist.barrier()
@@ -38,8 +36,7 @@ def train_rank(rank, meeting, folder, format, muon, started):
     with open(f"{folder}/losses{rank}", "a", buffering=1) as losses:
         for step in range(first, STEPS):
             if step % 2 == 0:
-                values = {"model_args": {}, "iter_num": step, "best_val_loss": 0.0, "config": {}}
-                writer.write(model.module, optimizer, values)
+                writer.write(model.module, optimizer, {**VALUES, "iter_num": step})
             loss = model(*batch(step, rank))
             losses.write(json.dumps([step, loss.item()]) + "\n")
             loss.backward()

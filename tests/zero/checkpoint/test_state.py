@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from contents import VALUES
 from ranks import run_in_turn, run_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from toy import assert_equal, batch, largest_difference, make_toy, train, weights
+from toy import assert_equal, batch, largest_difference, make_toy, sharded_toy, train, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
@@ -66,7 +67,7 @@ class Odd(torch.nn.Module):
         super().__init__()
         self.inner = torch.nn.Linear(8, 8)
         self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
-        self.extra = {"calls": [1, 2.0, "three", None]}
+        self.extra = OrderedDict(calls=[1, 2.0, "three", None])
 
     def forward(self, x):
         return self.inner(x)
@@ -88,9 +89,10 @@ def odd_models(folder):
         model(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
         optimizer.set_parameter(module.inner.weight, module.inner.weight.clamp(-0.1, 0.1))
-        writer = ckpt.CheckpointWriter(folder, format=format)
+        writer, whole = ckpt.CheckpointWriter(folder, format=format), ckpt.model_state_dict(module, optimizer)
         writer.write(module, optimizer, VALUES)
         if dist.get_rank() == 0:
+            assert type(whole["_extra_state"]) is OrderedDict
             assert [type(outcome) for outcome in writer.outcomes()] == [ckpt.SaveReport]
             saved = ckpt.load(f"{folder}/ckpt.pt")["model"]
             assert saved["inner.weight"].abs().max() <= 0.1001
@@ -103,11 +105,9 @@ def odd_models(folder):
 
 def state_dict_of_another_module():
     """Parameters in flight are waited for through any module, here one outside of the wrapper, right after a step."""
-    toy = make_toy()
-    outside = torch.nn.Linear(7, 7)
+    model, optimizer = sharded_toy(overlap=["hidden"])
+    toy, outside = model.module, torch.nn.Linear(7, 7)
     outside.weight = toy.hidden.weight
-    optimizer = ShardedOptimizer(toy.param_groups(), torch.optim.AdamW, bucket_mb=0.0002, lr=0.01)
-    model = ShardedDataParallel(toy, optimizer, overlap=[toy.hidden])
     model(*batch(0, dist.get_rank())).backward()
     optimizer.step()
     saved = ckpt.model_state_dict(outside, optimizer)
@@ -298,10 +298,57 @@ def other_classes():
         ckpt.restore(divide(make_list(), torch.optim.SGD, momentum=0.9), saved["AdamW"])
 
 
+def strides_of(state_dict):
+    return {index: [value.stride() for value in state.values()] for index, state in state_dict["state"].items()}
+
+
+def any_strides(optimizer_cls):
+    """Zero-size, frozen, channels_last and transposed parameters; Adagrad also has state of frozen ones."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
+    module.empty = torch.nn.Parameter(torch.zeros(0, 3))
+    module.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    module.expanded = torch.nn.Parameter(torch.ones(3, 1).expand(3, 2), requires_grad=False)
+    module.sliced = torch.nn.Parameter(torch.randn(6, 6)[::2, ::3].t(), requires_grad=False)
+    module.transposed = torch.nn.Parameter(torch.randn(5, 7).t())
+    strides = [param.stride() for param in module.parameters()]
+    plain = copy.deepcopy(module)
+    optimizer = ShardedOptimizer(module.parameters(), optimizer_cls, bucket_mb=0.0002, lr=0.01)
+    reference = optimizer_cls(plain.parameters(), lr=0.01)
+    assert [param.stride() for param in module.parameters()] == strides
+    for trained, its_optimizer in ((module, optimizer), (plain, reference)):
+        for step in range(3):
+            images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(step))
+            loss = trained[0](torch.ones(8)).square().sum() + trained[1](images).square().sum()
+            (loss + trained.empty.sum() + (trained.transposed * torch.arange(5.0)).square().sum()).backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    whole, saved = ckpt.consolidate(optimizer), ckpt.model_state_dict(module, optimizer)
+    if dist.get_rank() == 0:
+        expected = reference.state_dict()
+        assert strides_of(whole) == strides_of(expected)
+        assert_equal(whole, expected)
+        assert_equal(saved, dict(plain.state_dict()))
+    states, expected = [whole], strides_of(reference.state_dict())
+    dist.broadcast_object_list(states)
+    partly_frozen = copy.deepcopy(module)
+    partly_frozen[0].requires_grad_(False)  # whose state stays
+    again = ShardedOptimizer(partly_frozen.parameters(), optimizer_cls, bucket_mb=0.0005, lr=0.01)
+    ckpt.restore(again, states[0])
+    restored = ckpt.consolidate(again)
+    if dist.get_rank() == 0:
+        assert_equal(restored["state"], whole["state"])
+    ckpt.restore(reference, states[0])
+    assert strides_of(reference.state_dict()) == expected
+    with pytest.raises(ValueError, match="shards hold contiguous parameters, consolidated files hold any"):
+        local_chunks(module, optimizer)
+
+
 def test_state_of_every_class_and_kind_goes_there_and_back(tmp_path):
     classes = [partial(steps_there_and_back, *each) for each in ELEMENTWISE.items()]
     kinds = [{"kind": "nested"}, {"kind": "mu"}, {"amsgrad": True}]
-    run_in_turn(2, *classes, *(partial(there_and_back, kwargs, f"{tmp_path}/{kwargs}") for kwargs in kinds))
+    strides = [partial(any_strides, cls) for cls in (torch.optim.AdamW, torch.optim.Adagrad)]
+    run_in_turn(2, *classes, *strides, *(partial(there_and_back, kwargs, f"{tmp_path}/{kwargs}") for kwargs in kinds))
 
 
 def test_models_with_more_than_weights_and_state_of_any_shape(tmp_path):

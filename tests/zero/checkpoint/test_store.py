@@ -14,7 +14,7 @@ from ranks import run_ranks
 from toy import assert_equal, build_toy, make_toy, train
 
 from zero import checkpoint as ckpt
-from zero.checkpoint.files import FileSum, atomic_write, corruption_message, file_sum, find_corruption
+from zero.checkpoint.files import corruption_message
 from zero.checkpoint.state import local_chunks
 from zero.checkpoint.store import commit
 
@@ -217,40 +217,6 @@ def test_a_commit_that_fails_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("no more names")))
     save_alone(tmp_path, 2)
     assert sorted(os.listdir(tmp_path)) == before
-
-
-def test_a_block_that_fails_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file"
-    for content in ("first", "second"):
-        with atomic_write(str(path)) as temporary:
-            with open(temporary, "w") as file:
-                file.write(content)
-            assert path.exists() == (content == "second")
-        assert path.read_text() == content
-
-    def fail_halfway():
-        with atomic_write(str(path)) as temporary, open(temporary, "w") as file:
-            file.write("third")
-            raise RuntimeError("halfway")
-
-    with pytest.raises(RuntimeError, match="halfway"):
-        fail_halfway()
-    assert path.read_text() == "second"
-    assert os.listdir(tmp_path) == ["file"]
-
-
-def test_damage_is_named(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).write_bytes(b"123456789")
-    sums = {name: file_sum(str(tmp_path / name)) for name in ("a", "b")}
-    assert sums["a"] == FileSum(9, 0xCBF43926)  # the check value of CRC-32
-    assert find_corruption(str(tmp_path), sums) is None
-    (tmp_path / "b").write_bytes(b"123456780")
-    assert find_corruption(str(tmp_path), sums) == f"the checksum of {tmp_path / 'b'} does not hold"
-    (tmp_path / "b").write_bytes(b"1234567")
-    assert find_corruption(str(tmp_path), sums) == f"{tmp_path / 'b'} has 7 bytes instead of 9"
-    (tmp_path / "b").unlink()
-    assert find_corruption(str(tmp_path), sums) == f"there is no {tmp_path / 'b'}"
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,13 @@ class Checkpoints:
         if is_rank_0():
             self._blocked_s.append(time.perf_counter() - begin)
 
-    def due(self, is_end: bool) -> Action:
-        """Return whether a checkpoint is due: at the end of the run. Without `always`, the newest is the best, and stays."""
-        return Action.SAVE if is_end and (self.always or self.newest is None) else Action.CONTINUE
+    def due(self, iteration: int, is_end: bool) -> Action:
+        """Return whether a checkpoint is due before `iteration`: only at the end of the run, unless it has just been saved.
+
+        Without `always`, the newest checkpoint is the best one: it is kept, and the end is saved only if there is none.
+        """
+        is_due = self.newest is None or (self.always and self.newest != iteration)
+        return Action.SAVE if is_end and is_due else Action.CONTINUE
 
     def report(self, log: Logger, required: bool = False) -> bool:
         """Print and log the results of the saves that have ended since the last call.

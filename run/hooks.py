@@ -145,7 +145,7 @@ class Run:
         """Call first in an iteration: all ranks agree on `must_save` and `must_stop`. A signal or a failure on one counts."""
         is_end = self.state.iter_num > self.config["max_iters"] and not self.guard.consecutive
         must_fail = self.checkpoints.report(self.log) or self.guard.failed
-        due = Action.FAIL if must_fail else self.checkpoints.due(is_end)
+        due = Action.FAIL if must_fail else self.checkpoints.due(self.state.iter_num, is_end)
         self._action = self.signals.agree(due)
         position.begin_iteration(self.state.iter_num)
 
@@ -237,7 +237,7 @@ class Run:
         is_best = losses["val"] < self.state.best_val_loss
         self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
         self._reached = is_reached(self.config, losses["val"])
-        due = self.checkpoints.due(self._reached)  # perhaps before the first iteration
+        due = self.checkpoints.due(self.state.iter_num, is_end=self._reached)  # perhaps before the first iteration
         if (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter:
             due = Action.SAVE
         self._action = max(self._action, due)

@@ -77,11 +77,10 @@ def fails_later(name, times):
         return original(*args, **options)
 
 
-def one_newton_schulz_iteration():
-    """In place of five, each of which takes seconds on a CPU without instructions for bfloat16."""
-    from zero import Muon
-
-    Muon.__init__.__kwdefaults__["ns_steps"] = 1
+def matrix_products_of_muon_are_zero():
+    """Each takes seconds on a CPU without instructions for bfloat16; memory and bytes are the same."""
+    torch.bmm = lambda a, b: a.new_zeros(*a.shape[:2], b.shape[2])
+    torch.baddbmm = lambda c, a, b, **_: torch.zeros_like(c)
 
 
 def no_vocabulary():

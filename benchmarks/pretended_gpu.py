@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, Self
 from unittest import mock
 
@@ -47,21 +48,27 @@ def run_preloaded(command: Sequence[str], **options: Any) -> subprocess.Complete
     """Run Python with these arguments in a process that has the library. `options`: of subprocess.run.
 
     Raises:
-        ValueError: with the reason why the library, which claims the device, cannot be built.
+        ValueError: with the reason why the library cannot be built.
     """
+    environment = {**os.environ, "LD_PRELOAD": os.path.join(_built().name, _LIBRARY)}
+    return subprocess.run([sys.executable, *command], env=environment, text=True, **options)
+
+
+@cache
+def _built() -> "tempfile.TemporaryDirectory[str]":
+    """Build the library, which claims the device, in a folder that lasts as long as this process."""
     root = os.path.dirname(torch.__file__)
     compiler = ["c++", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", f"{os.path.splitext(__file__)[0]}.cpp"]
     compiler += [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, _LIBRARY)
-        try:
-            subprocess.run([*compiler, "-o", path], check=True, capture_output=True, text=True)
-        except FileNotFoundError as error:
-            raise ValueError("a pretended GPU needs a C++ compiler; install one, as c++") from error
-        except subprocess.CalledProcessError as error:
-            reason = error.stderr.splitlines()[0]
-            raise ValueError(f"a pretended GPU does not fit torch {torch.__version__}: {reason}") from error
-        return subprocess.run([sys.executable, *command], env={**os.environ, "LD_PRELOAD": path}, text=True, **options)
+    folder = tempfile.TemporaryDirectory()
+    try:
+        command = [*compiler, "-o", os.path.join(folder.name, _LIBRARY)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise ValueError("a pretended GPU needs a C++ compiler; install one, as c++") from error
+    except subprocess.CalledProcessError as error:
+        raise ValueError(f"a pretended GPU does not fit torch {torch.__version__}: {error.stderr.splitlines()[0]}") from error
+    return folder
 
 
 class PretendedGPU(TorchDispatchMode):

@@ -40,7 +40,6 @@ GROUPS = {  # setup, and modes; bfloat16 weights need autocast
     "autocast, checkpointing": (replace(AUTOCAST, activation_checkpointing=True), ["sharded"]),
 }
 ALL = [*GROUPS]
-GROUPS["three modes"] = AUTOCAST, ["adamw", "sharded", "remainder"]
 ONE_PROCESS = {"wide": WIDE, "124M": GPTConfig(block_size=64, vocab_size=50304, **GPT2_SIZES["gpt2"], bias=False)}
 LEAST = replace(AUTOCAST, config=ONE_PROCESS["124M"], batch_size=1, activation_checkpointing=True, bucket_mb="auto")
 GROUPS["124M, all flags"] = LEAST, ["codecs"]
@@ -148,9 +147,8 @@ def counted(library, tmp_path, *arguments):
 @pytest.mark.parametrize(
     ("world_size", "groups"),
     [
-        (2, ["three modes"]),
-        pytest.param(2, ALL, marks=pytest.mark.slow("the default has three modes under autocast", seconds=29)),
-        pytest.param(1, ALL, marks=pytest.mark.slow("the default has two ranks", seconds=14)),
+        pytest.param(2, ALL, marks=pytest.mark.slow("test_prediction has two ranks in every mode", seconds=29)),
+        pytest.param(1, ALL, marks=pytest.mark.slow("test_one_process has the peak", seconds=14)),
         pytest.param(1, ["124M, all flags"], id="124M", marks=pytest.mark.slow("in full size", seconds=44)),
         pytest.param(4, ALL, marks=pytest.mark.slow("four ranks on two cores", seconds=46)),
     ],

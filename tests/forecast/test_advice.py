@@ -37,9 +37,7 @@ def arguments(text):
     return {key: json.loads(value.lower()) if value[0] in "TF0123456789" else value for key, value in values.items()}
 
 
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(1, marks=pytest.mark.slow("the default has four ranks", seconds=14)), 4]
-)
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow("the default has four ranks", seconds=14)), 4])
 def test_the_recommended_settings_fit(world_size):
     """From much memory to little, what is recommended costs more and more, and its prediction is that of the settings."""
     previous, found = (False, ()), set()

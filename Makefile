@@ -3,7 +3,7 @@
 # make check       while you work: the linters, all tests that start no process, and a few that start ranks
 # make test        run the linters and all tests except the slow ones; those of parity a second time, with buckets that travel
 #                  between gloo ranks as they do between GPUs
-# make test-all    run the linters and all tests, also those that take minutes
+# make test-all    run the linters and all tests, also those that take minutes, and more of them as on GPUs
 # make test-kills  run the test that kills a training run a hundred times and resumes it
 # make bench-gpu   in calls of nine minutes, measure everything that only a GPU can show; needs only torch, numpy, tqdm.
 #                  PARTS="memory-xl profile": only these parts
@@ -17,8 +17,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TWO_FILES_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
-AS_ON_GPU := $(patsubst %,tests/zero/test_%.py,data_parallel muon hybrid codecs grad_scaler)
-AS_ON_GPU += tests/zero/test_gpt.py::test_ten_steps $(patsubst %,tests/zero/test_any_model.py::test_%,twenty_models every_block)
+AS_ON_GPU := $(patsubst %,tests/zero/test_%.py,data_parallel hybrid grad_scaler) tests/zero/test_gpt.py::test_ten_steps
+AS_ON_GPU += tests/zero/test_muon.py::test_steps_are_those_of_torchs_optimizers
+MORE_AS_ON_GPU := $(patsubst %,tests/zero/test_%.py,muon codecs any_model)
 INSTALLED := $(VENV)/installed
 CHECKED := test_gpt.py::test_ten_steps[2] test_hybrid.py::test_the_weights_are_those_of_adamw[2-1]
 CHECKED += test_muon.py::test_steps_are_those_of_torchs_optimizers[2] checkpoint/test_any_to_any.py::test_some
@@ -51,6 +52,7 @@ test: $(INSTALLED) lint
 
 test-all: $(INSTALLED) lint
 	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME) -m "slow or not slow"
+	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME) --as-on-gpu $(AS_ON_GPU) $(MORE_AS_ON_GPU)
 
 test-kills: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow tests/zero/checkpoint/test_kills.py

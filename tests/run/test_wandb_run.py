@@ -132,6 +132,7 @@ def test_an_offline_run_that_was_killed_is_uploaded_as_one_run(line, tmp_path, s
     assert without_what_wandb_adds(found) == merged(tmp_path / "out")
 
 
+@pytest.mark.slow("two runs of wandb", seconds=12)
 def test_an_evaluation_goes_to_the_summary_of_the_run(line, tmp_path, wandb_folder):
     out = tmp_path / "out"
     run(*line, "--max_iters=3", cwd=tmp_path).succeeded()
@@ -200,6 +201,7 @@ def test_without_a_login_or_a_network_the_run_is_offline(line, tmp_path, wandb_f
     assert rows(only(wandb_folder)) == merged(tmp_path / "out")
 
 
+@pytest.mark.slow("a process of wandb", seconds=8)
 def test_training_goes_on_when_the_process_of_wandb_is_killed(line, tmp_path):
     hooks = partial(faults.run_exit_hooks, faults.kill_wandb)
     process = run(*line, "--max_iters=19", cwd=tmp_path, before=hooks).succeeded()

@@ -108,7 +108,7 @@ class Meter:
         """
         assert ended.lap is not None
         figures, (phases, waited) = ended.figures.read(), ended.lap.read()
-        seconds, sent_mb = phases["lap"] / 1000, {kind: n / ended.lap.iterations / 1e6 for kind, n in ended.lap.sent.items()}
+        seconds, sent = phases["lap"] / 1000, ended.lap.sent
         if ended.iterations > self._WARM_UP:
             mfu = self.flops_per_iter / seconds / self.peak_flops * 100
             self._mfu = {"mfu": 0.9 * self._mfu.get("mfu", mfu) + 0.1 * mfu}
@@ -136,13 +136,11 @@ class Meter:
                 "comm/exposed_ms": exposed_ms,
                 **{EXPOSED_KEYS[kind]: waited.get(kind, 0.0) for kind in KINDS if kind in self._waited_for},
                 "comm/exposed_percent": exposed_ms / (seconds * 1000) * 100,
-                "comm/sent_mb_per_step": sum(sent_mb.values()),
-                **{SENT_KEYS[kind]: sent_mb[kind] for kind in KINDS if self._sent[kind]},
+                "comm/sent_mb_per_step": sum(sent.values()) / ended.lap.iterations / 1e6,
+                **{SENT_KEYS[kind]: sent[kind] / ended.lap.iterations / 1e6 for kind in KINDS if self._sent[kind]},
             }
-        percent, peak_of = (
-            f"{event['mfu']:.2f}%" if self._mfu else "n/a",
-            "tensors" if self.device.type == "cuda" else "process",
-        )
+        percent = f"{event['mfu']:.2f}%" if self._mfu else "n/a"
+        peak_of = "tensors" if self.device.type == "cuda" else "process"
         self.log.log(
             event | ended.over_ranks,
             f"iter {ended.number}: loss {figures.loss:.4f}, time {seconds * 1000:.2f}ms, mfu {percent}, "

@@ -49,7 +49,8 @@ def exit_on_wrong_input() -> Iterator[None]:
 def print_error(message: str, is_root_cause: bool = False) -> None:
     """Print one line on stderr. A root cause also goes to the file from which torchrun takes it for its report."""
     line = f"error: {' '.join(message.split())}"
-    sys.stdout.flush()
+    if is_root_cause:  # other threads call this, too, and must not wait for a main thread that hangs in a print
+        sys.stdout.flush()
     sys.stderr.write(f"{line}\n")  # one write: the lines of two ranks do not mix
     sys.stderr.flush()
     if is_root_cause and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):

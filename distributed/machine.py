@@ -125,7 +125,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     names = re.search(r"^model name\s*: (.*)", _cpuinfo(), re.MULTILINE)
-    return names[1] if names else platform.processor() or platform.machine()
+    return names[1].strip() if names else platform.processor() or platform.machine()
 
 
 def is_slow_on_cpu(device: torch.device, dtype: str) -> bool:

@@ -56,11 +56,14 @@ def meet(
     (https://github.com/pytorch/pytorch/issues/135712). So each process posts an ID of its own, and a checksum of the IDs that
     it sees. When all ranks see the same, no ID is from before: only a process of this start has seen the new ones.
 
-    Raises RuntimeError if not all ranks call this function within `timeout_s`.
+    Raises RuntimeError if not all ranks call this function within `timeout_s`, or if another process has taken this rank.
     """
     keys = [f"start of rank {number}" for number in range(world_size)]
     own, seen, end = uuid.uuid4().hex, "", time.monotonic() + timeout_s
+    store.set(keys[rank], json.dumps([own, address, seen]))
     while time.monotonic() < end:
+        if json.loads(store.get(keys[rank]))[0] != own:
+            raise RuntimeError(f"another process is rank {rank} now; this one is left from an earlier start")
         store.set(keys[rank], json.dumps([own, address, seen]))
         if store.check(keys):
             posts = [json.loads(post) for post in store.multi_get(keys)]
@@ -69,8 +72,9 @@ def meet(
             seen = hashlib.sha256("".join(number for number, _, _ in posts).encode()).hexdigest()
         time.sleep(0.05)
     missing = [str(number) for number in range(world_size) if not store.check([keys[number]])]
-    late = f"rank {', '.join(missing)}" if missing else "a rank of the start before"
-    raise RuntimeError(f"{late} did not start within {timeout_s:.0f} s")
+    if missing:
+        raise RuntimeError(f"rank {', '.join(missing)} did not start within {timeout_s:.0f} s")
+    raise RuntimeError(f"the ranks have not met within {timeout_s:.0f} s")
 
 
 def interface(own: str, addresses: list[str]) -> str | None:

@@ -110,7 +110,10 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None, connects:
             files.pop(key, None)
         elif argument in ("-h", "--help"):
             if launch.rank == 0:
-                print(_help(settings, known))
+                try:
+                    print(_help(settings, known), flush=True)
+                except BrokenPipeError:  # `head` has read enough; Python flushes stdout once more at its end
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
         elif argument.startswith("-"):
             key = argument.lstrip("-")

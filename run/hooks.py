@@ -66,6 +66,7 @@ class Run:
         self.profiler = Profiler(os.path.join(config["out_dir"], FOLDER), launch.rank, device, config["profile"])
         self.checkpoints = Checkpoints(config)
         self._reads_later = device.type == "cuda" and not config["shadow_check"]  # shadow_check waits in every iteration
+        self._untimed_from = 0.0  # seconds, when the last block that is not timed began
         self._unread: Iteration | None = None  # the last one, if its figures are not read yet
         self._action = Action.CONTINUE  # of all ranks, as the iteration begins, or after its evaluation
         self._reached = False  # whether the last evaluation has reached `stop_at_val_loss`

@@ -40,11 +40,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
         stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        killed = [f"rank {rank} was killed: {process.exitcode}" for rank, process in enumerate(processes) if process.exitcode]
         for process in processes:
             process.kill()
         errors = [path.read_text() for path in sorted(pathlib.Path(folder).glob("*.error"))]
-        if errors or stuck:
-            raise RuntimeError("\n".join([*errors, f"ranks {stuck} did not end" if stuck else ""]))
+        if errors or killed or stuck:
+            raise RuntimeError("\n".join([*errors, *killed, f"ranks {stuck} did not end" if stuck else ""]))
         return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(world_size)]
 
 

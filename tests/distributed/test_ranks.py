@@ -1,6 +1,9 @@
 """distributed/ranks.py: which rank this process is, as the launch variables say, and what is wrong with them."""
 
+import io
+import json
 import resource
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +16,7 @@ from ranks import context, run_ranks
 from scripts import LAUNCH_VARIABLES
 
 from configurator import configure
+from distributed.exits import print_error
 from distributed.launch import Launch, launched
 from distributed.ranks import start
 from distributed.rendezvous import connect, meet
@@ -151,6 +155,27 @@ def test_a_restarted_rank_finds_nothing_that_the_ranks_before_have_left_in_the_s
 
     for delays in ((0.0, 0.3), (0.3, 0.0), (0.0, 0.0)):
         assert started(delays) == [(False, str(delays))] * 2
+
+
+def test_a_process_that_is_left_from_an_earlier_start_meets_nobody():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as threads:
+        left = threads.submit(meet, store, 0, 2, "10.0.0.1")
+        while not store.check(["start of rank 0"]):
+            time.sleep(0.01)
+        store.set("start of rank 0", json.dumps(["new", "10.0.0.1", ""]))
+        with pytest.raises(RuntimeError, match="another process is rank 0 now"):
+            left.result(20)
+
+
+def test_a_line_of_another_thread_does_not_wait_for_stdout(monkeypatch):
+    """The main thread may hang in a print, and so hold its lock."""
+    written = io.StringIO()
+    with monkeypatch.context() as context:
+        context.setattr(sys, "stdout", SimpleNamespace(flush=lambda: pytest.fail("it waits for stdout")))
+        context.setattr(sys, "stderr", written)
+        print_error("a rank is lost")
+    assert written.getvalue() == "error: a rank is lost\n"
 
 
 def test_a_rank_that_does_not_start_is_named():

@@ -160,7 +160,7 @@ def test_a_restarted_rank_finds_nothing_that_the_ranks_before_have_left_in_the_s
 def test_a_process_that_is_left_from_an_earlier_start_meets_nobody():
     store = dist.HashStore()
     with ThreadPoolExecutor(1) as threads:
-        left = threads.submit(meet, store, 0, 2, "10.0.0.1")
+        left = threads.submit(meet, store, 0, 2, "10.0.0.1", 5.0)
         while not store.check(["start of rank 0"]):
             time.sleep(0.01)
         store.set("start of rank 0", json.dumps(["new", "10.0.0.1", ""]))

@@ -129,8 +129,9 @@ def test_wrong_input_is_one_line(runs, line, monkeypatch, capsys):
     assert not os.path.exists(os.path.join(folder, "x.html"))
 
 
-def test_a_missing_library_is_named(runs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "altair", None)
+@pytest.mark.parametrize("library", ["altair", "vl_convert"])
+def test_a_missing_library_is_named(library, runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, library, None)
     code, error = ends(monkeypatch, capsys, *runs, f"--html={tmp_path / 'x.html'}")
     assert (code, error) == (2, "error: pictures need altair and vl-convert-python; pip install -e '.[plots]'")
 

@@ -50,11 +50,11 @@ CONFIG: dict[str, Any] = {
     "padding": 10,
     "title": {
         "anchor": "start",
+        "offset": 8,
         "fontSize": 16,
         "subtitleFontSize": 13,
-        "subtitleColor": "#444444",
         "subtitlePadding": 4,
-        "offset": 8,
+        "subtitleColor": "#444444",
     },
     "axis": {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"},
     "axisX": {"tickCount": 5, "domain": False, "ticks": False, "gridColor": "#DDDDDD", "labelFlush": False},
@@ -91,6 +91,16 @@ def scale_of(looks: Mapping[Any, Any]) -> Any:
 def dashes(count: int) -> list[list[int]]:
     """Return the dashes of this many lines: where they lie on each other, their colours take turns."""
     return [[_DASH * (count - place), _DASH * place] for place in range(count)]
+
+
+def opacity(opaque: float = 1) -> Any:
+    """Return the encoding with which a run fades when others are highlighted."""
+    picked = f"!{PICKED}.length || indexof({PICKED}, datum.run) >= 0"
+    return alt.when(picked).then(alt.value(opaque)).otherwise(alt.value(0.08))
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def shown_in(unit: str, largest: float) -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""charts/runs.py, lines.py, series.py: what the pictures show is what metrics.jsonl holds."""
+"""charts/runs.py, lines.py: what the pictures show is what metrics.jsonl holds."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ import pytest
 from logged import MB, bars, curve, drawn, events, layers, notes, rows, write_run
 from scripts import events_of
 
-from charts.series import MOST_POINTS, Run, look
+from charts.lines import MOST_POINTS, Run, look
 from charts.style import number, shown_in
 from run.metrics import METRICS, SECTIONS, Metric
 
@@ -174,6 +174,6 @@ def test_figures_of_a_resumed_run_are_those_of_its_last_part():
     """On one GPU, say, after several; its best loss and its wall time are those of all parts."""
     curves = {"memory/peak_mb": [(1, 9.0), (6, 5.0)], "memory/saved_mb": [(1, 2.0)], "val/loss": [(1, 1.0), (6, 3.0)]}
     parts = [{"from_iter": 0}, {"from_iter": 5}]
-    run = Run("", "", {"parts": parts}, "ended", curves)
+    run = Run("", "", {"parts": parts}, curves)
     assert [run.get(key, max) for key in curves] == [5.0, None, 3.0]
     assert [run._replace(facts={}).get(key, max) for key in curves] == [9.0, 2.0, 3.0]

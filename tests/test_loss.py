@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from scripts import ROOT, torch_load, train
+from scripts import ROOT
 
 from benchmarks.pretended_gpu import run_preloaded
 from model import GPT, GPTConfig, LossInChunks
@@ -138,19 +138,6 @@ def test_what_it_would_leave_out_is_refused(changed):
     message = "loss_chunk=-1 must not be negative" if changed == "negative" else "loss_chunk needs an lm_head that is"
     with pytest.raises(ValueError, match=message):
         model(tokens, tokens)
-
-
-def test_a_run_differs_by_rounding(data, tmp_path):
-    flags = "--activation_checkpointing=True", "--shadow_check=3", "--shard_gradients=True"
-    flags = *flags, "--max_iters=8", "--eval_interval=8", "--bucket_mb=0.02"
-    losses, evaluations, _ = train(tmp_path / "plain", data, *flags, ranks=2)
-    chunked, again, printed = train(tmp_path / "out", data, "--loss_chunk=20", *flags, ranks=2)
-    assert chunked == pytest.approx(losses, abs=2e-4)
-    assert list(again) == list(evaluations)
-    assert "WARNING" not in printed
-    weights = torch_load(tmp_path / "out")["model"]
-    for key, tensor in torch_load(tmp_path / "plain")["model"].items():
-        assert torch.allclose(tensor, weights[key], atol=2e-3), key
 
 
 ON_A_GPU = """

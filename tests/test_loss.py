@@ -170,6 +170,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow("pretends a GPU; the loss of bfloat16 logits is in float32 on any device", seconds=30)
 def test_it_is_float32_under_autocast_on_a_gpu_and_its_memory_is_predicted():
     """GPT-2 124M, 12 sequences of 1024 tokens. CUDA's autocast leaves cross_entropy in bfloat16."""
     try:

@@ -15,16 +15,20 @@ from charts.runs import sections
 SAME = {"dataset": "d", "world_size": 2, "max_iters": 11, "state": "ended"}
 
 
+@pytest.fixture(autouse=True)
+def without_the_library(monkeypatch):
+    """It takes seconds; test_dashboard.py writes a whole page."""
+    monkeypatch.setattr(page, "_library", lambda: "")
+
+
 @pytest.fixture
 def runs(tmp_path):
     return [write_run(tmp_path / f"out-{name}", events(name), implementation=name, **SAME) for name in MB]
 
 
-def body(folders):
-    """The page after its library."""
+def whole(folders):
     found = dashboard.read(folders)
-    text = page.page(found, sections(found))
-    return text[text.index("<body>") :]
+    return page.page(found, sections(found))
 
 
 def table(folders):
@@ -68,10 +72,10 @@ def test_a_run_says_how_far_it_is(tmp_path):
 
 
 def test_the_page_says_what_it_is_of_and_its_charts_share_what_is_highlighted(runs):
-    text = body(runs)
+    text = whole(runs)
     assert "<h1>2 runs</h1>" in text
     assert f"<p>d, 2 ranks, drawn {datetime.now():%Y-%m-%d}" in text
-    assert f"<h1>{runs[0]}</h1>" in body(runs[:1])
+    assert f"<h1>{runs[0]}</h1>" in whole(runs[:1])
     content = embedded(text)
     for chart in (chart for row in sections(dashboard.read(runs)).values() for chart in row):
         chart.to_dict()  # is it Vega-Lite?
@@ -95,7 +99,7 @@ def test_names_cannot_break_the_page(tmp_path):
     name = "</script><b>$x`${y}\"'\\"
     facts = SAME | {"state": "<i>"}
     folders = [write_run(tmp_path / of, events("adamw"), implementation=of + name, **facts) for of in ("<td>", "<u>")]
-    text = body(folders)
+    text = whole(folders)
     assert text.count("<b>") == text.count("<i>") == text.count("<td></") == text.count("<u>") == 0
     assert embedded(text)["names"] == [f"<td>{name}", f"<u>{name}"]
     assert html.escape(name) in text

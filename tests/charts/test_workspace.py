@@ -2,12 +2,13 @@
 
 import json
 import os
+import subprocess
 import sys
 import types
 
 import pytest
 import wandb
-from scripts import run
+from conftest import ROOT
 
 from charts import workspace
 from run.metrics import METRICS, SECTIONS
@@ -138,13 +139,11 @@ def test_what_is_missing_is_named(project, changed, message, server, monkeypatch
     assert not server.views
 
 
-def test_without_a_login_it_needs_no_network(tmp_path, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    (tmp_path / "offline.py").write_text(OFFLINE)
-    done = run(str(tmp_path / "offline.py"))
+def test_without_a_login_it_needs_no_network(tmp_path):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment = {**kept, "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+    command = [sys.executable, "-c", OFFLINE]
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert done.stdout.startswith("there is no wandb login")
 

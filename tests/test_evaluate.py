@@ -189,13 +189,10 @@ def test_mistakes(data, trained, tmp_path):
 
 
 def test_a_model_that_computes_nan_gets_no_figures(trained, tmp_path):
-    out, folder = trained
-    checkpoint = torch_load(out)
+    checkpoint = torch_load(trained[0])
     checkpoint["model"]["transformer.ln_f.weight"][0] = math.nan
     torch.save(checkpoint, tmp_path / "ckpt.pt")
-    for arguments in ([], ["--tasks=hellaswag", f"--hellaswag={folder / 'hellaswag.jsonl'}"]):
-        refusal = run("evaluate.py", f"--out_dir={tmp_path}", "--device=cpu", *arguments).refusal()
-        assert "computes losses that are not finite" in refusal
+    assert "computes losses that are not finite" in run("evaluate.py", f"--out_dir={tmp_path}", "--device=cpu").refusal()
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"]
 
 

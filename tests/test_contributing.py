@@ -173,29 +173,11 @@ def test_the_recipes_break_no_other_test(tmp_path):
     succeeds(tmp_path, "pytest", "-n", "2", "-m", "not slow", "-k", "not test_the_checkpoint_is_nanogpts")
 
 
-LION = """
-import torch
-
-
-class Lion(torch.optim.Optimizer):
-    rounded_state = ("momentum",)
-
-    def __init__(self, params, lr, betas, weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
-                    param.mul_(1 - group["lr"] * group["weight_decay"])
-                    param.add_(momentum.lerp(param.grad, 1 - group["betas"][0]).sign_(), alpha=-group["lr"])
-                    momentum.lerp_(param.grad, 1 - group["betas"][1])
-"""
-AS_LION = {  # in zero/build.py, as the section on optimizers says
-    "from zero.data_parallel": "from lion import Lion\nfrom zero.data_parallel",
-    'Muon if matrices else torch.optim.AdamW, {**adamw, "fused": device_type in ("cuda", "cpu")}': "Lion, adamw",
+OTHER_OPTIMIZER = {  # in zero/build.py, as the section on optimizers says
+    "from zero.data_parallel": "from optimizers import SignMomentum\nfrom zero.data_parallel",
+    'Muon if matrices else torch.optim.AdamW, {**adamw, "fused": device_type in ("cuda", "cpu")}': (
+        'SignMomentum, {"lr": adamw["lr"]}'
+    ),
     "ShardedOptimizer(groups, optimizer_cls, ": "ShardedOptimizer(groups, optimizer_cls, elementwise=True, ",
 }
 
@@ -203,18 +185,17 @@ AS_LION = {  # in zero/build.py, as the section on optimizers says
 def test_another_optimizer_class_is_named_and_its_state_is_counted(copy, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(copy, folder)
-    (folder / "lion.py").write_text(LION)
+    shutil.copy(os.path.join(ROOT, "tests", "zero", "optimizers.py"), folder)
     text = (folder / "zero" / "build.py").read_text()
-    for old, new in AS_LION.items():
+    for old, new in OTHER_OPTIMIZER.items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     (folder / "zero" / "build.py").write_text(text)
     sizes = "--n_layer=4", "--n_head=4", "--n_embd=128", "--block_size=64", "--max_iters=3"  # those of `make train`
-    int8 = "0.4 MB of Lion state on the fullest rank (in int8 between updates); plain Lion would hold 3.2"
-    for flag, line in (
-        ("--use_zero1=False", "Using plain Lion: 3.2 MB of optimizer state on each rank"),
-        ("--state_dtype=int8", int8),
-    ):
+    for flag, line in {
+        "--use_zero1=False": "Using plain SignMomentum: 3.2 MB of optimizer state on each rank",
+        "--state_dtype=int8": "state on the fullest rank (in int8 between updates); plain SignMomentum would hold 3.2",
+    }.items():
         out = folder / flag
         process = run_copy(folder, "train.py", *TRAIN, *sizes, flag, "--log_interval=1", f"--out_dir={out}", ranks=2)
         assert line in process.stdout, process.stderr

@@ -10,7 +10,7 @@ import faults
 import pytest
 import torch
 from conftest import shared_data, write_meta
-from scripts import ROOT, check_mistakes, run, run_for_real, torch_load, train
+from scripts import ROOT, check_mistakes, run, torch_load, train
 
 from data.dataset import vocabulary_of
 from data.vocabulary import gpt2_encoding, load_meta
@@ -63,6 +63,7 @@ RUNS = {  # tokens of the model, whether it has biases, and its characters
     "GPT-2's": (50304, False, ""),
     "padding": (65, False, "ABCDEFGH"),
     "syllables": (65, False, ["ha", "ho"]),
+    "bfloat16": (65, True, CHARACTERS),
 }
 
 
@@ -77,10 +78,11 @@ def exported(tmp_path_factory):
     models, lines = {}, []
     for name, how in RUNS.items():
         folder = tmp_path_factory.mktemp("run")
-        models[folder / "exported"] = make_run(folder, *how)
+        model, to = make_run(folder, *how), folder / "new" / "folder"  # whose own folder is not there yet
         if name in ("padding", "syllables"):
             know_the_vocabulary(folder)
-        lines.append(f"--out_dir={folder} --to={folder / 'exported'}")
+        models[to] = model.bfloat16() if name == "bfloat16" else model
+        lines.append(f"--out_dir={folder} --to={to}/ --dtype={'bfloat16' if name == 'bfloat16' else 'float32'}")
     process = run("export.py", "", "\n".join(lines), before=export_each_without_tiktoken).succeeded()
     assert process.stderr == ""
     printed = process.stdout.split("Overriding: out_dir = ")[1:]
@@ -112,9 +114,12 @@ def check_imported(exported, model):
 @pytest.mark.parametrize("name", RUNS)
 def test_logits_are_those_of_the_model_and_the_weights_come_back(exported, name):
     folder, model, printed = exported[name]
-    assert largest_difference(folder, model) < 1e-4
     check_imported(folder, model)
-    assert ("zeros as the biases" in printed) == (name != "biases")
+    held = transformers.AutoModelForCausalLM.from_pretrained(folder).parameters()
+    assert {param.dtype for param in held} == {model.lm_head.weight.dtype}
+    assert name == "bfloat16" or largest_difference(folder, model) < 1e-4
+    assert os.listdir(os.path.dirname(folder)) == ["folder"]
+    assert ("zeros as the biases" in printed) == (name not in ("biases", "bfloat16"))
     assert len({path.stat().st_mode for path in pathlib.Path(folder).iterdir()}) == 1, "others may read the weights, too"
 
 
@@ -158,18 +163,6 @@ def test_without_a_tokenizer(exported):
         folder, _, printed = exported[name]
         assert f"vocabulary: {vocabulary}" in printed
         assert sorted(os.listdir(folder)) == ["config.json", "generation_config.json", "model.safetensors"]
-
-
-def test_bfloat16(tmp_path):
-    """As a user does it, into a folder whose own one is not there yet."""
-    model = make_run(tmp_path, 65, True)
-    exported = str(tmp_path / "new" / "folder")
-    process = run_for_real("export.py", f"--out_dir={tmp_path}", f"--to={exported}/", "--dtype=bfloat16")
-    assert (process.returncode, process.stderr) == (0, "")
-    assert os.listdir(tmp_path / "new") == ["folder"]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    assert {param.dtype for param in theirs.parameters()} == {torch.bfloat16}
-    check_imported(exported, model.bfloat16())
 
 
 def test_a_sharded_checkpoint_goes_through_piece_by_piece(data, tmp_path):
@@ -218,11 +211,11 @@ def test_refusals(tmp_path):
     }
     before = sorted(os.listdir(tmp_path))
     check_mistakes("export.py", [f"--out_dir={tmp_path}"], mistakes, limit=10_000)
-    for out_dir, before, message in (
+    for out_dir, fault, message in (
         (tmp_path, partial(faults.without_module, "transformers"), "pip install -e '.[gpt2]'"),
         (tmp_path / "rotary", models_with_an_option, "GPT2LMHeadModel has no positions=rotary"),
     ):
-        assert message in run("export.py", f"--out_dir={out_dir}", new, before=before).refusal()
+        assert message in run("export.py", f"--out_dir={out_dir}", new, before=fault).refusal()
     assert sorted(os.listdir(tmp_path)) == before
 
 

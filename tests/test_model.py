@@ -11,9 +11,7 @@ import torch
 from scripts import run, torch_load, train
 from toy import assert_equal
 
-from forecast.activations import predict
-from forecast.prediction import Workload
-from model import GPT, GPT2_SIZES, GPTConfig
+from model import GPT, GPTConfig
 
 TINY = {"block_size": 16, "vocab_size": 40, "n_layer": 2, "n_head": 2, "n_embd": 8}
 
@@ -283,18 +281,3 @@ def test_runs_that_keep_less_for_backward(data, tmp_path):
         assert_equal(blocks[part], plain[part], part)
     for key, tensor in plain["model"].items():
         assert torch.allclose(tensor, logits["model"][key], atol=2e-3), key
-
-
-def kept_by_a_block(checkpointing):
-    """Bytes that one block of GPT-2 124M keeps for backward."""
-    sizes = {**GPT2_SIZES["gpt2"], "block_size": 512}
-    layers = sizes.pop("n_layer")
-    less, more = (
-        predict(Workload(GPTConfig(**sizes, n_layer=count), 1, "bfloat16", "cuda", checkpointing), "float32")
-        for count in (layers - 1, layers)
-    )
-    return more.saved - less.saved
-
-
-def test_the_blocks_of_gpt2_keep_a_quarter_at_most():
-    assert 0 < kept_by_a_block(checkpointing=True) <= 0.25 * kept_by_a_block(checkpointing=False)

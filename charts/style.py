@@ -50,11 +50,11 @@ CONFIG: dict[str, Any] = {
     "padding": 10,
     "title": {
         "anchor": "start",
-        "offset": 8,
         "fontSize": 16,
         "subtitleFontSize": 13,
-        "subtitlePadding": 4,
         "subtitleColor": "#444444",
+        "subtitlePadding": 4,
+        "offset": 8,
     },
     "axis": {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"},
     "axisX": {"tickCount": 5, "domain": False, "ticks": False, "gridColor": "#DDDDDD", "labelFlush": False},

@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 from charts import workspace
 from charts.differences import names
+from charts.lines import Points, Run
 from charts.page import page
 from charts.runs import picture, sections
-from charts.series import Points, Run
 from charts.style import save
 from distributed.exits import exit_on_wrong_input
 from run import lock
@@ -55,27 +55,22 @@ def read_metrics(out_dir: str) -> dict[str, Points]:
 
 
 def read_facts(out_dir: str) -> dict[str, Any]:
-    """Return what run.json holds, or nothing if it cannot be read."""
-    with suppress(OSError, ValueError, RecursionError), open(os.path.join(out_dir, FACTS), "rb") as file:
-        if isinstance(facts := json.load(file), dict):
-            return facts
-    return {}
-
-
-def state_of(out_dir: str, facts: dict[str, Any]) -> str:
-    """Return whether a run is running, or ended, stopped or failed, as run.json says, or killed; "" if nothing says it.
+    """Return what run.json holds, or nothing if it cannot be read.
 
     The file of a killed run says "running", but nobody holds the lock of its folder. A copy of a folder does not tell.
     """
-    state = str(facts.get("state", ""))
-    return "killed" if state == "running" and lock.is_held(out_dir) is False else state
+    facts = None
+    with suppress(OSError, ValueError, RecursionError), open(os.path.join(out_dir, FACTS), "rb") as file:
+        facts = json.load(file)
+    if not isinstance(facts, dict):
+        return {}
+    return facts | ({"state": "killed"} if facts.get("state") == "running" and lock.is_held(out_dir) is False else {})
 
 
 def read(out_dirs: list[str]) -> list[Run]:
     """Return the runs in these folders, with names that say what differs."""
-    facts = [read_facts(out_dir) for out_dir in out_dirs]
-    found = zip(names(facts, out_dirs), out_dirs, facts, strict=True)
-    return [Run(name, out_dir, of, state_of(out_dir, of), read_metrics(out_dir)) for name, out_dir, of in found]
+    facts = list(map(read_facts, out_dirs))
+    return [Run(*of, read_metrics(of[1])) for of in zip(names(facts, out_dirs), out_dirs, facts, strict=True)]
 
 
 def draw(out_dirs: list[str], html: str | None, png: str | None) -> None:

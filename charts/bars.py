@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from charts.series import opacity, rounded
-from charts.style import INK, MEMORY, NUMBER, alt, dashes, number, scale_of, shown_in, styled
+from charts.style import INK, MEMORY, NUMBER, alt, dashes, number, opacity, rounded, scale_of, shown_in, styled
 from forecast.modes import MODES
 
 Rows = Sequence[Mapping[str, Any]]

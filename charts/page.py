@@ -15,8 +15,7 @@ from string import Template
 from typing import Any
 
 from charts.differences import differences, in_common
-from charts.lines import interactive, is_over_iterations
-from charts.series import Run, latest, look
+from charts.lines import Run, interactive, is_over_iterations, latest, look
 from charts.style import CONFIG, FONT, PARAMS, number, shown_in
 
 ACTIONS = {"export": True, "source": False, "compiled": False, "editor": False}  # menu of a chart; the editor is a web page
@@ -74,7 +73,8 @@ def table(runs: Sequence[Run]) -> str:
     if any(differ):
         texts["what differs"] = [f'<td class="differs">{escape(text)}</td>' for text in differ]
     texts["state"] = [
-        f'<td class="{"bad" if run.state in ("killed", "failed") else ""}">{escape(state(run))}</td>' for run in runs
+        f'<td class="{"bad" if run.facts.get("state") in ("killed", "failed") else ""}">{escape(state(run))}</td>'
+        for run in runs
     ]
     head = "".join([*(f"<th>{name}</th>" for name in texts), *(f'<th class="number">{name}</th>' for name in figures)])
     rows = enumerate(zip(*texts.values(), *figures.values(), strict=True))
@@ -84,8 +84,8 @@ def table(runs: Sequence[Run]) -> str:
 
 def state(run: Run) -> str:
     """Return the state of a run, and how far it is if it has not ended."""
-    steps, last = run.curves.get("iter/loss"), run.facts.get("max_iters")
-    return f"{run.state} at {steps[-1][0]:,} of {last:,}".strip() if run.state != "ended" and steps and last else run.state
+    known, steps, last = run.facts.get("state", ""), run.curves.get("iter/loss"), run.facts.get("max_iters")
+    return f"{known} at {steps[-1][0]:,} of {last:,}".strip() if known != "ended" and steps and last else str(known)
 
 
 def _column(

@@ -10,10 +10,10 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from charts import lines, series
+from charts import lines
 from charts.bars import TIME, Bar, stack
 from charts.differences import in_common
-from charts.series import COLOURS, Run, latest
+from charts.lines import COLOURS, WIDTH, Run, by_run, latest, title
 from charts.style import MEMORY, alt, shown_in, styled
 from run.metrics import EXPOSED_KEYS, METRICS, POINT_KEYS, SECTIONS, SENT_KEYS
 
@@ -101,7 +101,7 @@ def _held(run: Run) -> list[Bar]:
     return held + [bar for bar in with_ddp if abs(bar.length - held[0].length) > 0.01 * bar.length]
 
 
-def _bars(runs: Sequence[Run], title: str, unit: str, note: str, bars_of: Callable[[Run], list[Bar]]) -> Any:
+def _bars(runs: Sequence[Run], text: str, unit: str, note: str, bars_of: Callable[[Run], list[Bar]]) -> Any:
     """Return horizontal bars below the name of each run, or None if no run has any.
 
     Args:
@@ -115,7 +115,7 @@ def _bars(runs: Sequence[Run], title: str, unit: str, note: str, bars_of: Callab
     note += "; tick: prediction" if any(bar.tick for bar in bars) else ""
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
     drawn = stack(groups, _part_colours(names), shown_in(unit, max(bar.length for bar in bars)))
-    return drawn.properties(title=series.title(title, [note]))
+    return drawn.properties(title=title(text, [note]))
 
 
 def _part_colours(names: Sequence[str]) -> dict[str, str]:
@@ -128,12 +128,12 @@ def _part_colours(names: Sequence[str]) -> dict[str, str]:
 def picture(name: str, row: list[Any], runs: Sequence[Run]) -> Any:
     """Return one section of `sections` as a chart. If it has curves, the names of the runs are above it."""
     names = [{"run": position, "name": run.name} for position, run in enumerate(runs)]
-    axis = alt.Axis(orient="right", labelFontSize=13, labelLimit=2 * series.WIDTH)
+    axis = alt.Axis(orient="right", labelFontSize=13, labelLimit=2 * WIDTH)
     legend = alt.Chart(alt.InlineData(values=names)).mark_rule(strokeWidth=2.5)
     y = alt.Y("name:N", title=None, sort=None, axis=axis)
-    legend = legend.encode(x=alt.value(0), x2=alt.value(36), y=y, **series.by_run(len(runs)))
+    legend = legend.encode(x=alt.value(0), x2=alt.value(36), y=y, **by_run(len(runs)))
     own = dict.fromkeys(("color", "strokeDash"), "independent")
-    charts = [chart.properties(width=series.WIDTH) for chart in row]
+    charts = [chart.properties(width=WIDTH) for chart in row]
     columns = alt.concat(*charts, columns=2, spacing=30).resolve_scale(**own)
     subtitle = ", ".join([*in_common([run.facts for run in runs]), time.strftime("drawn %Y-%m-%d")])
     above = [legend.properties(width=36, height=alt.Step(18))] if any(map(lines.is_over_iterations, row)) else []

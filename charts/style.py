@@ -93,6 +93,16 @@ def dashes(count: int) -> list[list[int]]:
     return [[_DASH * (count - place), _DASH * place] for place in range(count)]
 
 
+def opacity(opaque: float = 1) -> Any:
+    """Return the encoding with which a run fades when others are highlighted."""
+    picked = f"!{PICKED}.length || indexof({PICKED}, datum.run) >= 0"
+    return alt.when(picked).then(alt.value(opaque)).otherwise(alt.value(0.08))
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
 def shown_in(unit: str, largest: float) -> tuple[float, str]:
     """Return what to divide by, and the unit then: one in which the largest amount is neither long nor 0.00355."""
     units = _UNITS.get(unit, {unit: 1})

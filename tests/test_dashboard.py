@@ -72,18 +72,15 @@ def test_lines_without_a_figure_are_skipped(runs):
 def test_the_state_of_a_run(tmp_path):
     """A run that was killed has written neither that it has ended nor that it is over; its lock is free."""
 
-    def state(**facts):
-        return dashboard.state_of(folder, facts)
-
-    folder = write_run(tmp_path / "out")
-    assert [state(state=known) for known in ("ended", "stopped", "failed")] == ["ended", "stopped", "failed"]
-    assert state() == "", "an older file does not say it"
+    for known in ("ended", "stopped", "failed"):
+        assert dashboard.read_facts(write_run(tmp_path / known, state=known)) == {"state": known}
+    folder = write_run(tmp_path / "out", state="running")
     lock = Lock(folder)
-    assert state(state="running") == "running"
+    assert dashboard.read_facts(folder) == {"state": "running"}
     lock.release()
-    assert state(state="running") == "killed"
+    assert dashboard.read_facts(folder) == {"state": "killed"}
     os.remove(os.path.join(folder, "run.lock"))  # a copy
-    assert state(state="running") == "running", "it does not tell"
+    assert dashboard.read_facts(folder) == {"state": "running"}, "it does not tell"
 
 
 def test_a_run_json_that_cannot_be_read_has_no_facts(tmp_path):
@@ -95,7 +92,7 @@ def test_a_run_json_that_cannot_be_read_has_no_facts(tmp_path):
             with open(path, "w") as file:
                 file.write(text)
         (found,) = dashboard.read([folder])
-        assert (found.name, found.facts, found.state) == (folder, {}, "")
+        assert (found.name, found.facts) == (folder, {})
 
 
 WRONG = {
@@ -129,8 +126,9 @@ def test_wrong_input_is_one_line(runs, line, monkeypatch, capsys):
     assert not os.path.exists(os.path.join(folder, "x.html"))
 
 
-def test_a_missing_library_is_named(runs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "altair", None)
+@pytest.mark.parametrize("library", ["altair", "vl_convert"])
+def test_a_missing_library_is_named(library, runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, library, None)
     code, error = ends(monkeypatch, capsys, *runs, f"--html={tmp_path / 'x.html'}")
     assert (code, error) == (2, "error: pictures need altair and vl-convert-python; pip install -e '.[plots]'")
 

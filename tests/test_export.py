@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 from dataclasses import make_dataclass
 from functools import partial
 
@@ -9,7 +10,7 @@ import faults
 import pytest
 import torch
 from conftest import shared_data, write_meta
-from scripts import ROOT, check_mistakes, run, run_for_real, torch_load, train
+from scripts import ROOT, check_mistakes, run, torch_load, train
 
 from data.dataset import vocabulary_of
 from data.vocabulary import gpt2_encoding, load_meta
@@ -34,13 +35,6 @@ def models_with_an_option():
     model.GPTConfig = make_dataclass("GPTConfig", [("positions", str, "learned")], bases=(model.GPTConfig,))
 
 
-@pytest.fixture
-def gpt2s_tokens(monkeypatch):
-    """GPT-2's tokens of GPT2S_TEXT."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", shared_data("tiktoken_cache"))
-    return gpt2_encoding().encode(GPT2S_TEXT, allowed_special="all")
-
-
 def make_run(folder, vocab_size, bias, characters=CHARACTERS):
     """Write a checkpoint as nanoGPT would, beside a dataset of characters, or of GPT-2's tokens if there are none.
 
@@ -63,9 +57,41 @@ def make_run(folder, vocab_size, bias, characters=CHARACTERS):
     return model.eval()
 
 
-def export(folder, *arguments, **how):
+RUNS = {  # tokens of the model, whether it has biases, and its characters
+    "characters": (65, False, CHARACTERS),
+    "biases": (65, True, CHARACTERS),
+    "GPT-2's": (50304, False, ""),
+    "padding": (65, False, "ABCDEFGH"),
+    "syllables": (65, False, ["ha", "ho"]),
+    "bfloat16": (65, True, CHARACTERS),
+}
+
+
+def export_each_without_tiktoken():
+    faults.without_module("tiktoken")
+    faults.run_each(f"{ROOT}/export.py")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """By the name of a run: the exported folder, the model, and what was printed. One process exports all."""
+    models, lines = {}, []
+    for name, how in RUNS.items():
+        folder = tmp_path_factory.mktemp("run")
+        model, to = make_run(folder, *how), folder / "new" / "folder"  # whose own folder is not there yet
+        if name in ("padding", "syllables"):
+            know_the_vocabulary(folder)
+        models[to] = model.bfloat16() if name == "bfloat16" else model
+        lines.append(f"--out_dir={folder} --to={to}/ --dtype={'bfloat16' if name == 'bfloat16' else 'float32'}")
+    process = run("export.py", "", "\n".join(lines), before=export_each_without_tiktoken).succeeded()
+    assert process.stderr == ""
+    printed = process.stdout.split("Overriding: out_dir = ")[1:]
+    return {name: (str(to), models[to], text) for name, to, text in zip(RUNS, models, printed, strict=True)}
+
+
+def export(folder, **how):
     """Export the checkpoint of a folder, and return the new folder and what was printed."""
-    process = run("export.py", f"--out_dir={folder}", f"--to={folder / 'exported'}", *arguments, **how).succeeded()
+    process = run("export.py", f"--out_dir={folder}", f"--to={folder / 'exported'}", **how).succeeded()
     return str(folder / "exported"), process.stdout
 
 
@@ -85,70 +111,58 @@ def check_imported(exported, model):
     assert all(name.endswith("bias") and not back[name].any() for name in back.keys() - ours.keys())
 
 
-def generated(exported, tokens):
-    """256 random tokens, more or less independent of the weights."""
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    theirs.generation_config.update(do_sample=True, temperature=1000.0, top_k=0, max_new_tokens=8, eos_token_id=None)
-    return theirs.generate(torch.tensor([tokens[:16]] * 32))[:, 16:]
+@pytest.mark.parametrize("name", RUNS)
+def test_logits_are_those_of_the_model_and_the_weights_come_back(exported, name):
+    folder, model, printed = exported[name]
+    check_imported(folder, model)
+    held = transformers.AutoModelForCausalLM.from_pretrained(folder).parameters()
+    assert {param.dtype for param in held} == {model.lm_head.weight.dtype}
+    assert name == "bfloat16" or largest_difference(folder, model) < 1e-4
+    assert os.listdir(os.path.dirname(folder)) == ["folder"]
+    assert ("zeros as the biases" in printed) == (name not in ("biases", "bfloat16"))
+    assert len({path.stat().st_mode for path in pathlib.Path(folder).iterdir()}) == 1, "others may read the weights, too"
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_characters(tmp_path, bias):
-    model = make_run(tmp_path, 65, bias)
-    exported, printed = export(tmp_path)
-    assert largest_difference(exported, model) < 1e-4
-    check_imported(exported, model)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+def test_characters_have_their_tokenizer(exported):
+    folder, _, printed = exported["characters"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer(TEXT)["input_ids"] == [CHARACTERS.index(character) for character in TEXT]
     assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
     with pytest.raises(Exception, match=r"Missing \[UNK\]"):
         tokenizer("§")
     assert printed.splitlines()[-1] == "vocabulary: 65 characters with their tokenizer"
-    assert len({path.stat().st_mode for path in (tmp_path / "exported").iterdir()}) == 1, "others may read the weights, too"
-    assert ("zeros as the biases" in printed) != bias
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_gpt2s_vocabulary(tmp_path, gpt2s_tokens, bias):
-    model = make_run(tmp_path, 50304, bias, characters="")
-    exported, printed = export(tmp_path)
-    assert largest_difference(exported, model) < 1e-4
-    check_imported(exported, model)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    assert tokenizer(GPT2S_TEXT)["input_ids"] == gpt2s_tokens
-    assert tokenizer.decode(gpt2s_tokens) == GPT2S_TEXT
-    assert tokenizer.eos_token_id == transformers.GenerationConfig.from_pretrained(exported).eos_token_id == 50256
+def test_gpt2s_vocabulary(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", shared_data("tiktoken_cache"))
+    tokens = gpt2_encoding().encode(GPT2S_TEXT, allowed_special="all")
+    make_run(tmp_path, 50304, False, characters="")
+    folder, printed = export(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer(GPT2S_TEXT)["input_ids"] == tokens
+    assert tokenizer.decode(tokens) == GPT2S_TEXT
+    assert tokenizer.eos_token_id == transformers.GenerationConfig.from_pretrained(folder).eos_token_id == 50256
     assert "vocabulary: 50257 tokens of GPT-2 with their tokenizer; the 47 rows of padding stay" in printed
 
 
-def test_padding_is_not_generated(tmp_path):
-    model = make_run(tmp_path, 65, False, characters="ABCDEFGH")
-    know_the_vocabulary(tmp_path)
-    exported, printed = export(tmp_path)
-    assert largest_difference(exported, model) < 1e-4
-    assert set(generated(exported, [0] * 16).flatten().tolist()) == set(range(8))
+def test_padding_is_not_generated(exported):
+    folder, _, printed = exported["padding"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs.generation_config.update(do_sample=True, temperature=1000.0, top_k=0, max_new_tokens=8, eos_token_id=None)
+    tokens = theirs.generate(torch.zeros((32, 16), dtype=torch.int64))[:, 16:]  # more or less independent of the weights
+    assert set(tokens.flatten().tolist()) == set(range(8))
     assert "the 57 rows of padding stay, and generate() does not choose them" in printed
 
 
-def test_bfloat16(tmp_path):
-    """As a user does it, into a folder whose own one is not there yet."""
-    model = make_run(tmp_path, 65, True)
-    exported = str(tmp_path / "new" / "folder")
-    process = run_for_real("export.py", f"--out_dir={tmp_path}", f"--to={exported}/", "--dtype=bfloat16")
-    assert (process.returncode, process.stderr) == (0, "")
-    assert os.listdir(tmp_path / "new") == ["folder"]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
-    assert {param.dtype for param in theirs.parameters()} == {torch.bfloat16}
-    check_imported(exported, model.bfloat16())
-
-
-def test_a_vocabulary_of_other_tokens(tmp_path):
-    """Such as syllables, or numbers without texts."""
-    make_run(tmp_path, 65, False, characters=["ha", "ho"])
-    know_the_vocabulary(tmp_path)
-    exported, printed = export(tmp_path)
-    assert "vocabulary: 2 tokens without a tokenizer" in printed
-    assert sorted(os.listdir(exported)) == ["config.json", "generation_config.json", "model.safetensors"]
+def test_without_a_tokenizer(exported):
+    """Of syllables, or numbers without texts; that of GPT-2 is missing without a network."""
+    for name, vocabulary in {
+        "syllables": "2 tokens without a tokenizer",
+        "GPT-2's": "50257 tokens of GPT-2 without the tokenizer, which tiktoken could not get (",
+    }.items():
+        folder, _, printed = exported[name]
+        assert f"vocabulary: {vocabulary}" in printed
+        assert sorted(os.listdir(folder)) == ["config.json", "generation_config.json", "model.safetensors"]
 
 
 def test_a_sharded_checkpoint_goes_through_piece_by_piece(data, tmp_path):
@@ -171,20 +185,16 @@ def test_a_sharded_checkpoint_goes_through_piece_by_piece(data, tmp_path):
 
 def test_refusals(tmp_path):
     make_run(tmp_path, 65, False)
-    (tmp_path / "full").mkdir()
+    for name in ("full", "other", "untied", "rotary", "gone"):
+        (tmp_path / name).mkdir()
     (tmp_path / "full" / "file").touch()
-    (tmp_path / "other").mkdir()
+    make_run(tmp_path / "gone", 65, False, characters="")
     checkpoint = torch_load(tmp_path)
+    untied = {**checkpoint["model"], "lm_head.weight": checkpoint["model"]["lm_head.weight"] + 1.0}
     torch.save({**checkpoint, "vocabulary": "65 tokens with checksum 01234567"}, tmp_path / "other" / "ckpt.pt")
-    (tmp_path / "untied").mkdir()
-    checkpoint["model"]["lm_head.weight"] = checkpoint["model"]["lm_head.weight"] + 1.0
-    torch.save(checkpoint, tmp_path / "untied" / "ckpt.pt")
-    (tmp_path / "rotary").mkdir()
-    checkpoint = torch_load(tmp_path)
+    torch.save({**checkpoint, "model": untied}, tmp_path / "untied" / "ckpt.pt")
     checkpoint["model_args"]["positions"] = "rotary"
     torch.save(checkpoint, tmp_path / "rotary" / "ckpt.pt")
-    (tmp_path / "gone").mkdir()
-    make_run(tmp_path / "gone", 65, False, characters="")
     new = f"--to={tmp_path / 'new'}"
     mistakes = {
         f"--out_dir={tmp_path}": "--to= is neither a new nor an empty folder; name one to write, as in --to=out-exported",
@@ -197,15 +207,15 @@ def test_refusals(tmp_path):
         f"{new} --out_dir={tmp_path / 'gone'}": "the model knows 65 tokens, GPT-2 50257: dataset "
         f"{tmp_path / 'gone'} lacks its meta.pkl",
         f"{new} --dtype=float16": "dtype=float16 is not one of float32, bfloat16",
+        new: f"cannot write {tmp_path / 'new'}: ",  # the disk is full
     }
     before = sorted(os.listdir(tmp_path))
-    check_mistakes("export.py", [f"--out_dir={tmp_path}"], mistakes)
-    for out_dir, how, message in (
-        (tmp_path, {"limit": 10_000}, f"cannot write {tmp_path / 'new'}: "),
-        (tmp_path, {"before": partial(faults.without_module, "transformers")}, "pip install -e '.[gpt2]'"),
-        (tmp_path / "rotary", {"before": models_with_an_option}, "GPT2LMHeadModel has no positions=rotary"),
+    check_mistakes("export.py", [f"--out_dir={tmp_path}"], mistakes, limit=10_000)
+    for out_dir, fault, message in (
+        (tmp_path, partial(faults.without_module, "transformers"), "pip install -e '.[gpt2]'"),
+        (tmp_path / "rotary", models_with_an_option, "GPT2LMHeadModel has no positions=rotary"),
     ):
-        assert message in run("export.py", f"--out_dir={out_dir}", new, **how).refusal()
+        assert message in run("export.py", f"--out_dir={out_dir}", new, before=fault).refusal()
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -226,11 +236,3 @@ def test_a_link_or_the_working_folder_gets_the_files_and_the_previous_checkpoint
     assert {path.name for path in tmp_path.iterdir()} == before | {"new"}
     for name in ("working", "empty", "new"):
         assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).config.n_layer == 3
-
-
-def test_without_a_network_only_the_tokenizer_of_gpt2_is_missing(tmp_path):
-    model = make_run(tmp_path, 50304, False, characters="")
-    exported, printed = export(tmp_path, before=partial(faults.without_module, "tiktoken"))
-    assert "vocabulary: 50257 tokens of GPT-2 without the tokenizer, which tiktoken could not get (" in printed
-    check_imported(exported, model)
-    assert "vocab.json" not in os.listdir(exported)

@@ -1,15 +1,10 @@
 """charts/bars.py: every chart, what it draws, and what it refuses."""
 
-import json
-import pathlib
-import sys
-
 import pytest
-from conftest import ROOT
 from logged import bars, notes
 
 from benchmarks.results import CHARTS as OF_RESULTS
-from charts.bars import POINTS, memory_chart, time_chart
+from charts.bars import memory_chart, time_chart
 from charts.style import MEMORY, save
 from forecast import modes
 
@@ -20,12 +15,10 @@ ROUNDS = {"rounds, ms": [90.0, 100.0, 130.0], "ratio": 0.966, "ratio, quartiles"
 MEASURED = "gpt2, 2 ranks; cpu; 2026-11-23"
 
 
-def memory_rows(scale=1.0, predicted=21e9):
-    after_init = {"point": "after init", "total": 6e9 * scale, "parameters": 6e9 * scale}
-    peak = {"point": "peak", "total": 22e9 * scale, "rest": 1e9 * scale, **{name: size * scale for name, size in PARTS.items()}}
-    return [
-        {"mode": mode, **row} for mode in MODES for row in (after_init, peak | {"predicted": predicted and predicted * scale})
-    ]
+def memory_rows(predicted=21e9):
+    after_init = {"point": "after init", "total": 6e9, "parameters": 6e9}
+    peak = {"point": "peak", "total": 22e9, "rest": 1e9, **PARTS, "predicted": predicted}
+    return [{"mode": mode, **row} for mode in MODES for row in (after_init, peak)]
 
 
 def time_rows():
@@ -55,25 +48,6 @@ def panels(chart):
     return found
 
 
-def purposes(chart):
-    """Purpose: colour, in the order of the legend."""
-    rows, layers = next(iter(panels(chart).values()))
-    scale = layers["bar"]["encoding"]["color"]["scale"]
-    assert set(scale["domain"]) == {row["name"] for row in rows if "name" in row}
-    return dict(zip(scale["domain"], scale["range"], strict=True))
-
-
-@pytest.mark.parametrize("kind", CHARTS)
-def test_every_chart_is_a_picture_that_says_what_was_measured(kind, tmp_path):
-    path = tmp_path / "new folder" / f"{kind}.png"
-    chart = CHARTS[kind]()
-    save(chart, str(path))
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG\r\n")
-    assert 1500 < int.from_bytes(content[16:20]) < 2500
-    assert chart.to_dict()["title"]["subtitle"][0] == MEASURED
-
-
 WHOLE = "parameters 6 gradients 5 optimizer state 4 master weights 3 communication buffers 2 activations 1"
 STEP = "forward and backward 72.7273 optimizer 13.6364 exposed communication 13.6364 o 90.0 o 100.0 o 130.0"
 LARGEST = f"{WHOLE} temporary tensors 1"
@@ -90,84 +64,33 @@ DRAWN = {  # the medians of the parts of a step add up to 110 ms, and that of th
 
 
 @pytest.mark.parametrize("kind", CHARTS)
-def test_bars_are_the_rows_in_order(kind):
-    found = panels(CHARTS[kind]())
+def test_bars_are_the_rows_in_order_and_the_picture_says_what_was_measured(kind, tmp_path):
+    chart, path = CHARTS[kind](), tmp_path / "new folder" / f"{kind}.png"
+    found = panels(chart)
     assert {title: bars(None, rows) for title, (rows, _) in found.items()} == DRAWN[kind]
     assert list(found) == list(DRAWN[kind])
+    assert chart.to_dict()["title"]["subtitle"][0] == MEASURED
+    save(chart, str(path))
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n")
+    assert 1500 < int.from_bytes(content[16:20]) < 2500
 
 
-def test_purposes_have_their_colours_and_order():
-    memory, time, *_ = (make() for make in CHARTS.values())
-    names = ["parameters", "gradients", "optimizer state", "master weights", "communication buffers", "activations"]
-    assert list(purposes(memory)) == [*names, "temporary tensors"]
-    assert list(purposes(time)) == ["forward and backward", "optimizer", "exposed communication"]
-    fewer = memory_chart([{**row, "master": 0, "buckets": 0, "rest": 0} for row in memory_rows()], MEASURED)
-    assert list(purposes(fewer)) == [*names[:3], "activations"]
-    assert len(set(dict(MEMORY.values()).values())) == len(MEMORY)
-
-
-def test_every_mode_has_a_name_and_a_colour_in_pictures():
+def test_parts_and_modes_have_colours_of_their_own():
     rows = [{**training_rows()[0], "mode": mode} for mode in modes.MODES]
-    assert set(purposes(OF_RESULTS["training"](rows, MEASURED))) == set(modes.MODES)
-    for kind in ("label", "colour"):
-        assert len({getattr(mode, kind) for mode in modes.MODES.values()}) == len(modes.MODES)
+    for chart, names in (
+        (CHARTS["memory"](), [*[name for name, _ in list(MEMORY.values())[:6]], "temporary tensors"]),
+        (CHARTS["time"](), ["forward and backward", "optimizer", "exposed communication"]),
+        (OF_RESULTS["training"](rows, MEASURED), list(modes.MODES)),
+    ):
+        _, layers = next(iter(panels(chart).values()))
+        scale = layers["bar"]["encoding"]["color"]["scale"]
+        assert scale["domain"] == names, "in the order of the legend, without what no row has"
+        assert len(set(scale["range"])) == len(names)
+    assert len({mode.label for mode in modes.MODES.values()}) == len(modes.MODES)
 
 
 def test_notes_say_what_is_drawn_beside_the_bars():
     assert "largest differences of a loss from the first bar's: 0.5;" in notes(CHARTS["training"]().to_dict())
     assert notes(CHARTS["memory"]().to_dict()).endswith("black tick: prediction")
     assert notes(memory_chart(memory_rows(predicted=None), MEASURED).to_dict()) == MEASURED
-
-
-@pytest.mark.parametrize(("scale", "unit", "largest"), [(1.0, "GB", 6), (0.01, "MB", 60)])
-def test_memory_has_the_unit_of_its_size(scale, unit, largest):
-    for rows, layers in panels(memory_chart(memory_rows(scale), MEASURED)).values():
-        assert layers["bar"]["encoding"]["x"]["title"] == unit
-        assert max(row["value"] for row in rows if "value" in row) == pytest.approx(largest)
-
-
-def place_and_length(measure, row):
-    """Panel and name of the bar of a row, and its length."""
-    if measure == "memory":
-        return row["mode"], POINTS.get(row["point"], row["point"]), row["total"]
-    if measure == "training":
-        return "Peak of memory while training, per rank", modes.MODES[row["mode"]].label, row["peak"]
-    return f"{row['block_size']} tokens", row["mode"], row["ms per step"]
-
-
-@pytest.mark.parametrize(
-    "path", sorted(pathlib.Path(ROOT, "results").glob("*/results.json")), ids=lambda path: path.parent.name
-)
-def test_pictures_of_the_results_have_their_figures(path):
-    """What is drawn from results.json is what stands in it: each bar in its panel, each round, each ratio."""
-    for measure, entry in json.loads(path.read_text()).items():
-        if measure in OF_RESULTS:
-            rows = [row for row in entry["rows"] if row.get("world_size") == entry["rows"][0].get("world_size")]
-            found = {}  # panel and bar: its length, its dots and its text
-            for panel, (values, layers) in panels(OF_RESULTS[measure](rows, "")).items():
-                unit = {"GB": 1e9, "MB": 1e6, "s": 1e3, "ms": 1}[layers["bar"]["encoding"]["x"]["title"]]
-                names = {row["run"]: row["label"] for row in values if "label" in row}
-                for run, name in names.items():
-                    of_bar = [row for row in values if row["run"] == run]
-                    length = sum(unit * row.get("value", 0) for row in of_bar)
-                    text = "".join(row.get("text", "") for row in of_bar)
-                    found[panel, name] = length, [unit * row["dot"] for row in of_bar if "dot" in row], text
-            assert len(found) == len(rows)
-            first = {}
-            for row in rows:
-                panel, bar, length = place_and_length(measure, row)
-                drawn, dots, text = found[panel, bar]
-                assert drawn == pytest.approx(length, rel=1e-5)
-                assert dots == pytest.approx(row.get("rounds, ms", []))
-                ms, ratio = first.setdefault(panel, length), row.get("ratio", 1)
-                if ratio != 1:
-                    low, high = row["ratio, quartiles"]
-                    assert text == f"{ratio:.2f}x ({low:.2f} to {high:.2f})"
-                    assert (length > ms) == (ratio > 1) or low <= 1 <= high, "a bar contradicts its ratio"
-
-
-@pytest.mark.parametrize("library", ["altair", "vl_convert"])
-def test_a_missing_library_is_named(library, monkeypatch):
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ImportError, match=r"^pictures need altair and vl-convert-python; pip install -e '\.\[plots\]'$"):
-        CHARTS["memory"]()

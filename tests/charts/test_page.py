@@ -15,16 +15,20 @@ from charts.runs import sections
 SAME = {"dataset": "d", "world_size": 2, "max_iters": 11, "state": "ended"}
 
 
+@pytest.fixture(autouse=True)
+def without_the_library(monkeypatch):
+    """It takes seconds; test_dashboard.py writes a whole page."""
+    monkeypatch.setattr(page, "_library", lambda: "")
+
+
 @pytest.fixture
 def runs(tmp_path):
     return [write_run(tmp_path / f"out-{name}", events(name), implementation=name, **SAME) for name in MB]
 
 
-def body(folders):
-    """The page after its library."""
+def whole(folders):
     found = dashboard.read(folders)
-    text = page.page(found, sections(found))
-    return text[text.index("<body>") :]
+    return page.page(found, sections(found))
 
 
 def table(folders):
@@ -61,49 +65,41 @@ def test_the_best_cell_is_marked_and_a_column_of_zeros_left_out(data, tmp_path):
     assert "saved" not in table(folders)[0]
 
 
-@pytest.mark.parametrize(
-    ("state", "text"), [("running", "running at 11 of 1,100"), ("stopped", "stopped at 11 of 1,100"), ("ended", "ended")]
-)
-def test_a_run_says_how_far_it_is(state, text, tmp_path):
-    of_run = {"implementation": "adamw", "max_iters": 1100, "state": state}
-    folder = write_run(tmp_path / "out", events("adamw"), **SAME | of_run)
-    assert table([folder])[0]["state"] == text
+def test_a_run_says_how_far_it_is(tmp_path):
+    texts = {"running": "running at 11 of 1,100", "stopped": "stopped at 11 of 1,100", "ended": "ended"}
+    folders = [write_run(tmp_path / state, events("adamw"), **SAME | {"max_iters": 1100, "state": state}) for state in texts]
+    assert [row["state"] for row in table(folders)] == list(texts.values())
 
 
-def test_the_page_says_what_it_is_of(runs):
-    text = body(runs)
+def test_the_page_says_what_it_is_of_and_its_charts_share_what_is_highlighted(runs):
+    text = whole(runs)
     assert "<h1>2 runs</h1>" in text
     assert f"<p>d, 2 ranks, drawn {datetime.now():%Y-%m-%d}" in text
-    assert f"<h1>{runs[0]}</h1>" in body(runs[:1])
-
-
-def test_every_chart_is_as_wide_as_its_place_and_shares_what_is_highlighted(runs):
-    text = body(runs)
+    assert f"<h1>{runs[0]}</h1>" in whole(runs[:1])
     content = embedded(text)
-    for row in sections(dashboard.read(runs)).values():
-        for chart in row:
-            chart.to_dict()  # is it Vega-Lite?
+    for chart in (chart for row in sections(dashboard.read(runs)).values() for chart in row):
+        chart.to_dict()  # is it Vega-Lite?
     assert content["names"] == ["adamw", "sharded"]
     assert len(content["charts"]) == text.count('<div id="chart')
     for chart in content["charts"]:
         assert chart["width"] == "container"
-        params = {param["name"]: param for param in chart["params"]}
+        params, rows = {param["name"]: param for param in chart["params"]}, chart["datasets"][chart["data"]["name"]]
         assert params["picked"]["value"] == []
-        over_iterations = any("iter" in row for row in chart["datasets"][chart["data"]["name"]])
+        over_iterations = any("iter" in row for row in rows)
         assert ("zoom" in params) == over_iterations
         if over_iterations:
             (rule,) = (layer for layer in chart["layer"] if layer["mark"]["type"] == "rule")
             assert params["zoom"]["views"] == [chart["layer"][0]["name"]]
             assert params["hovered"]["views"] == [rule["name"]]
             shown = [of.get("field") for of in rule["encoding"]["tooltip"][1:]]
-            assert sorted(shown) == sorted({f"{row['kind']} {row['run']}" for row in chart["datasets"][chart["data"]["name"]]})
+            assert sorted(shown) == sorted({f"{row['kind']} {row['run']}" for row in rows})
 
 
 def test_names_cannot_break_the_page(tmp_path):
     name = "</script><b>$x`${y}\"'\\"
     facts = SAME | {"state": "<i>"}
     folders = [write_run(tmp_path / of, events("adamw"), implementation=of + name, **facts) for of in ("<td>", "<u>")]
-    text = body(folders)
+    text = whole(folders)
     assert text.count("<b>") == text.count("<i>") == text.count("<td></") == text.count("<u>") == 0
     assert embedded(text)["names"] == [f"<td>{name}", f"<u>{name}"]
     assert html.escape(name) in text

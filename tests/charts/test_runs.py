@@ -1,10 +1,12 @@
-"""charts/runs.py, lines.py, series.py: what the pictures show is what metrics.jsonl holds."""
+"""charts/runs.py, lines.py: what the pictures show is what metrics.jsonl holds."""
+
+from itertools import pairwise
 
 import pytest
 from logged import MB, bars, curve, drawn, events, layers, notes, rows, write_run
 from scripts import events_of
 
-from charts.series import MOST_POINTS, Run, look
+from charts.lines import MOST_POINTS, Run, look
 from charts.style import number, shown_in
 from run.metrics import METRICS, SECTIONS, Metric
 
@@ -59,13 +61,6 @@ def test_a_curve_is_what_the_file_holds_in_the_unit_of_the_metric(title, runs, c
         assert curve(charts[title], run, kind) == expected
 
 
-def test_evaluations_are_in_the_chart_of_the_losses_with_marks(runs, charts):
-    _, thick = charts[LOSSES]["layer"]
-    assert curve(charts[LOSSES], 1, "validation") == logged(runs[1], "val/loss")
-    assert thick["transform"] == [{"filter": "datum.kind == 'validation'"}]
-    assert thick["mark"]["point"]["filled"]
-
-
 def test_a_metric_that_is_not_declared_or_has_no_other_section_gets_a_curve(charts, on_cpu):
     assert {title for title in on_cpu if "/" in title} == {"train/entropy", "iter/z_loss"}
     assert not [title for title in charts if "/" in title], "the metrics of train.py have titles"
@@ -76,6 +71,10 @@ def test_a_metric_that_is_not_declared_or_has_no_other_section_gets_a_curve(char
 def test_how_far_losses_are_from_those_of_the_first_run_and_their_dashes(runs, charts, tmp_path):
     assert curve(charts[APART], 1, "difference") == [(iteration, 0) for iteration in range(12)]
     assert notes(charts[APART]) == "sharded: none"
+    _, thick = charts[LOSSES]["layer"]
+    assert curve(charts[LOSSES], 1, "validation") == logged(runs[1], "val/loss")
+    assert thick["transform"] == [{"filter": "datum.kind == 'validation'"}]
+    assert thick["mark"]["point"]["filled"]
     below, above = layers(charts[LOSSES], "line")[1]["strokeDash"]["scale"]["range"]
     assert below[1] == 0, "the lower line is not dashed"
     assert above[0] == above[1] > 0, "the upper line shows as much of the lower line as of itself"
@@ -105,6 +104,7 @@ def test_axes_and_medians(charts, on_cpu):
     assert layers(chart, "line")[0]["y"]["scale"]["type"] == "log"
     assert curve(chart, 0)[-1] == (11, 32.0), "zero has no place on it"
     assert notes(charts["Time of a step"]) == "rolling median of 25 points"
+    assert notes(charts["What takes memory"]) == "bytes held before a step; tick: prediction"
     (window,) = charts["Time of a step"]["transform"]
     assert (window["window"][0]["op"], window["frame"], window["groupby"]) == ("median", [-12, 12], ["run"])
     drawn = curve(on_cpu[LOSSES], 0, "training")
@@ -131,26 +131,18 @@ BARS = {  # of adamw and of sharded, in a unit; what is zero has no bar
 @pytest.mark.parametrize("title", BARS)
 def test_bars_are_what_the_files_hold(title, charts):
     unit, adamw, sharded = BARS[title]
+    places = [(row["x"], row["x2"]) for row in rows(charts[title]) if "x" in row]
+    assert all(begin in (0, end) for (_, end), (begin, _) in pairwise(places)), "the parts of a bar"
     assert layers(charts[title], "bar")[0]["x"]["title"] == unit
     assert bars(charts[title]) == [f"adamw: {adamw}", f"sharded: {sharded}"]
 
 
-def test_parts_of_a_run_are_one_bar_and_notes_say_what_is_drawn(charts):
-    chart = charts["What takes memory"]
-    assert [(row["x"], row["x2"]) for row in rows(chart) if "x" in row][:2] == [(0, 0.5), (0.5, 1.3)]
-    assert notes(chart) == "bytes held before a step; tick: prediction"
-
-
 def test_what_ddp_would_hold_stands_beside_a_run_that_holds_less(tmp_path):
-    plain = {f"memory/unsharded_{part}_mb": 500.0 for part in ("parameters", "gradients")} | {
-        "memory/unsharded_state_mb": 800.0
-    }
-    runs = []
-    for name, measured in (("sharded", [500, 300, 400]), ("adamw", [500, 500, 800])):
-        held = {
-            f"memory/measured_{part}_mb": mb for part, mb in zip(("parameters", "gradients", "state"), measured, strict=True)
-        }
-        runs.append(write_run(tmp_path / name, [{"iter": 0, **plain}, {"iter": 3, **held}], implementation=name, **SAME))
+    runs, parts = [], {"parameters": 500.0, "gradients": 500.0, "state": 800.0}
+    plain = {f"memory/unsharded_{part}_mb": mb for part, mb in parts.items()}
+    for name, held in (("sharded", {"parameters": 500.0, "gradients": 300.0, "state": 400.0}), ("adamw", parts)):
+        measured = {f"memory/measured_{part}_mb": mb for part, mb in held.items()}
+        runs.append(write_run(tmp_path / name, [{"iter": 0, **plain}, {"iter": 3, **measured}], implementation=name, **SAME))
     assert bars(drawn(runs)["What takes memory"]) == [
         "sharded: parameters 0.5 gradients 0.3 optimizer state 0.4 = 1.20 parameters 0.5 gradients 0.5 optimizer state 0.8 = "
         "1.80 with DDP (predicted)",
@@ -173,11 +165,8 @@ def test_units_in_which_amounts_can_be_read():
     ]
 
 
-def test_figures_that_no_run_has_are_left_out(tmp_path):
+def test_figures_that_no_run_has_are_left_out_and_28_runs_look_different(tmp_path):
     assert list(drawn([write_run(tmp_path / "x", [{"iter": 0, "iter/loss": 2.0}])])) == [LOSSES]
-
-
-def test_twenty_eight_runs_look_different():
     assert len({(colour, tuple(dashes)) for colour, dashes in map(look, range(28))}) == 28
 
 
@@ -185,6 +174,6 @@ def test_figures_of_a_resumed_run_are_those_of_its_last_part():
     """On one GPU, say, after several; its best loss and its wall time are those of all parts."""
     curves = {"memory/peak_mb": [(1, 9.0), (6, 5.0)], "memory/saved_mb": [(1, 2.0)], "val/loss": [(1, 1.0), (6, 3.0)]}
     parts = [{"from_iter": 0}, {"from_iter": 5}]
-    run = Run("", "", {"parts": parts}, "ended", curves)
+    run = Run("", "", {"parts": parts}, curves)
     assert [run.get(key, max) for key in curves] == [5.0, None, 3.0]
     assert [run._replace(facts={}).get(key, max) for key in curves] == [9.0, 2.0, 3.0]

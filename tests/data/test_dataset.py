@@ -5,7 +5,6 @@ import pickle
 
 import numpy as np
 import pytest
-from conftest import ROOT
 
 from data import dataset
 from data.dataset import DATA_DIR, Dataset
@@ -52,11 +51,15 @@ def test_an_evaluation_has_the_same_sequences_on_any_number_of_ranks_in_any_batc
         assert all((offsets >= 0).any() for batches in ranks for offsets in batches)
 
 
-def test_a_sequence_that_fills_a_batch_has_no_targets(tmp_path):
-    data = Dataset(write(tmp_path / "d", range(100)), block_size=8)
-    x, y = data.batch("train", np.array([5, -1]))
-    assert np.array_equal(x, [np.arange(5, 13), np.arange(8)])
-    assert np.array_equal(y, [np.arange(6, 14), [-1] * 8])
+def test_a_batch_is_the_tokens_and_the_next_ones(tmp_path):
+    """A sequence that fills the batch of an evaluation has no targets. The shortest file has one sequence."""
+    data = Dataset(write(tmp_path / "d", range(100), val=range(9)), block_size=8)
+    x, y = batch = data.batch("train", np.array([0, 91, -1]))
+    assert batch.dtype == np.int64
+    assert batch.flags.c_contiguous, "a GPU would wait for the copy of anything else"
+    assert np.array_equal(x, [np.arange(8), np.arange(91, 99), np.arange(8)])
+    assert np.array_equal(y, [np.arange(1, 9), np.arange(92, 100), [-1] * 8])
+    assert set(data.offsets("val", (0, 0), 0, 10)) == {0}
 
 
 def test_the_fingerprint_of_a_vocabulary_is_that_of_its_tokens(tmp_path):
@@ -70,25 +73,10 @@ def test_the_fingerprint_of_a_vocabulary_is_that_of_its_tokens(tmp_path):
     assert len({dataset.vocabulary_of(data.meta) for data in (first, other, bpe)}) == 3
 
 
-def test_targets_are_the_next_tokens(tmp_path):
-    data = Dataset(write(tmp_path / "d", range(100)), block_size=8)
-    x, y = batch = data.batch("train", np.array([0, 91]))
-    assert batch.dtype == np.int64
-    assert batch.flags.c_contiguous, "a GPU would wait for the copy of anything else"
-    assert np.array_equal(x, [np.arange(8), np.arange(91, 99)])
-    assert np.array_equal(y, x + 1)
-
-
-def test_the_shortest_possible_file_is_enough(tmp_path):
-    data = Dataset(write(tmp_path / "d", range(9)), block_size=8)
-    assert set(data.offsets("train", (0, 0), 0, 10)) == {0}
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (lambda folder: os.remove(folder / "val.bin"), "is missing"),
-        (lambda folder: (folder / "train.bin").write_bytes(b"123"), "train.bin has 3 bytes, but each uint16 token takes 2"),
         (lambda folder: (folder / "val.bin").write_bytes(b"12" * 8), "too few for one sequence of block_size=8"),
         (lambda folder: (folder / "meta.pkl").write_bytes(b"junk"), "no vocabulary"),
         (lambda folder: (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": "many"})), "no vocabulary"),
@@ -132,21 +120,9 @@ def test_tokens_outside_the_vocabulary_are_named(tmp_path):
         data.check(50, part=1, parts=2)
 
 
-def test_a_missing_dataset_names_the_command(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(DataError, match=r"run: python data/openwebtext/prepare\.py"):
-        Dataset("openwebtext", block_size=8)
-
-
-@pytest.mark.parametrize(
-    ("name", "size"), [("shakespeare_char", 65), ("stdlib_char", 96), ("shakespeare", None), ("openwebtext", None)]
-)
-def test_the_vocabulary_of_a_dataset_is_known_before_it_is_prepared(name, size):
-    assert expected_vocab_size(os.path.join(DATA_DIR, name)) == size
-
-
 @pytest.mark.parametrize("script", ["", "VOCAB_SIZE = len(text)", "VOCAB_SIZE ="])
-def test_a_script_that_does_not_say_its_vocabulary(tmp_path, script):
+def test_a_script_says_its_vocabulary_before_it_is_run(tmp_path, script):
+    assert [expected_vocab_size(os.path.join(DATA_DIR, name)) for name in ("stdlib_char", "openwebtext")] == [96, None]
     with pytest.raises(DataError, match=r"no/prepare.py has no line such as VOCAB_SIZE = 65"):
         expected_vocab_size(str(tmp_path / "no"))
     (tmp_path / "prepare.py").write_text(script)

@@ -5,12 +5,12 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from conftest import ROOT, shared_data
+from ranks import context
+from scripts import run
 
 from data import common, vocabulary
 from data.dataset import Dataset
@@ -18,93 +18,81 @@ from data.vocabulary import DataError, expected_vocab_size
 
 
 @pytest.fixture
-def scripts(tmp_path):
+def folder(tmp_path):
     """A copy of data/ that the scripts write into, in place of the project's own."""
-    shutil.copytree(os.path.join(ROOT, "data"), tmp_path / "data", ignore=shutil.ignore_patterns("*.bin", "*.pkl", "*.txt"))
-    return tmp_path
+    ignored = shutil.ignore_patterns("*.bin", "*.pkl", "*.txt", "__pycache__")
+    return shutil.copytree(os.path.join(ROOT, "data"), tmp_path / "data", ignore=ignored)
 
 
-def prepare(scripts, name, *arguments, cwd="/", **environment):
-    return subprocess.run(
-        [sys.executable, str(scripts / "data" / name / "prepare.py"), *arguments],
-        cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True,
-    )  # fmt: skip
+@pytest.fixture
+def tiktoken_cache(monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", shared_data("tiktoken_cache"))
 
 
-def tokens(scripts, name, split):
-    return np.fromfile(scripts / "data" / name / f"{split}.bin", dtype=np.uint16)
-
-
-def test_a_text_that_is_too_short_leaves_what_is_there(scripts, tmp_path):
-    (tmp_path / "short.txt").write_text("a")
-    done = prepare(scripts, "shakespeare_char", "--input", str(tmp_path / "short.txt"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: a text of 1 characters is too short to train and validate on; give a longer one\n"
-    assert not (scripts / "data" / "shakespeare_char" / "meta.pkl").exists()
+def prepare(folder, path=None, cwd="/", **how):
+    """Run the script of a dataset, with a local file if there is one."""
+    return run(str(folder / "prepare.py"), *(["--input", str(path)] if path else []), cwd=cwd, **how)
 
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".bin", ".pkl", ".tmp")}
 
 
-@pytest.mark.parametrize("name", ["shakespeare_char", "stdlib_char", "shakespeare", "openwebtext"])
-def test_a_full_disk_leaves_the_dataset_of_before(scripts, tmp_path, name):
-    cache = {"TIKTOKEN_CACHE_DIR": shared_data("tiktoken_cache")} if name in ("shakespeare", "openwebtext") else {}
+@pytest.mark.parametrize("name", ["shakespeare_char", "openwebtext"])
+def test_a_full_disk_leaves_the_dataset_of_before(folder, tmp_path, name, tiktoken_cache):
     (tmp_path / "one.txt").write_text("ab\n" * 2000)
     (tmp_path / "two.txt").write_text("".join(f"{number} xyz\n" for number in range(20_000)))
-    assert prepare(scripts, name, "--input", str(tmp_path / "one.txt"), **cache).returncode == 0
-    before = contents(scripts / "data" / name)
-    script = str(scripts / "data" / name / "prepare.py")
-    limited = f"ulimit -f 64; exec {sys.executable} {script} --input {tmp_path / 'two.txt'}"  # val.bin fits, train.bin does not
-    done = subprocess.run(["bash", "-c", limited], env={**os.environ, **cache}, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: cannot write ")
-    assert "train.bin: File too large; the files of before are unchanged" in done.stderr
-    assert contents(scripts / "data" / name) == before
+    prepare(folder / name, tmp_path / "one.txt").succeeded()
+    before = contents(folder / name)
+    full = prepare(folder / name, tmp_path / "two.txt", limit=2**16)  # val.bin fits, train.bin does not
+    assert full.returncode == 2
+    assert full.stderr.splitlines()[-1].startswith("error: cannot write ")
+    assert "train.bin: File too large; the files of before are unchanged" in full.stderr
+    assert contents(folder / name) == before
 
 
-KILLED = """
-import os, sys
-sys.path.insert(0, {root!r})
-from data import common
-left, rename = {moves}, os.rename
-def rename_or_die(*paths):
-    global left
-    left -= 1
-    if left < 0:
-        {end}
-    rename(*paths)
-os.rename = rename_or_die
-common.write_characters({folder!r}, "bac" * 50, ["a", "b", "c"])
-"""
+def killed():
+    os._exit(9)
 
 
-@pytest.mark.parametrize("end", ["os._exit(9)", "raise KeyboardInterrupt", "raise OSError('no space')"])
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def out_of_space():
+    raise OSError("no space")
+
+
+def write_another(folder, moves, end):
+    """Write a dataset; `end` comes in place of a rename after this many."""
+    left, rename = iter(range(moves)), os.rename
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", lambda *paths: end() if next(left, None) is None else rename(*paths))
+        common.write_characters(folder, "bac" * 50, ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("end", [killed, interrupted, out_of_space])
 def test_an_end_between_two_files_leaves_no_mixture(tmp_path, end):
     """All files are as before, unless the process was killed: then train.bin is missing."""
     for moves in range(7):  # three files are put away, then three get their names
-        common.write_characters(str(tmp_path), "ab" * 50, ["a", "b"])
-        before = contents(tmp_path)
-        script = KILLED.format(root=ROOT, folder=str(tmp_path), moves=moves, end=end)
-        process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-        assert (process.returncode != 0) == (moves < 6), process.stderr
-        found = contents(tmp_path)
+        folder = tmp_path / str(moves)
+        folder.mkdir()
+        common.write_characters(str(folder), "ab" * 50, ["a", "b"])
+        before = contents(folder)
         if moves == 6:
-            assert pickle.loads(found["meta.pkl"])["vocab_size"] == 3
-            assert len(found) == 3
-        elif end == "os._exit(9)" and moves:
-            assert "train.bin" not in found
+            write_another(str(folder), moves, end)
+            assert pickle.loads(contents(folder)["meta.pkl"])["vocab_size"] == 3
+            assert len(contents(folder)) == 3
+        elif end is killed:
+            process = context.Process(target=write_another, args=(str(folder), moves, end))
+            process.start()
+            process.join()
+            assert process.exitcode == 9
+            assert moves == 0 or "train.bin" not in contents(folder)
         else:
-            assert found == before | ({} if "exit" not in end else found)
-        shutil.rmtree(tmp_path)
-        tmp_path.mkdir()
-
-
-def test_a_byte_order_mark_is_no_character_and_carriage_returns_are_named(scripts, tmp_path):
-    (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbf" + b"ab\r\n" * 50)
-    done = prepare(scripts, "shakespeare_char", "--input", str(tmp_path / "windows.txt"))
-    assert f"note: {tmp_path}/windows.txt has 50 carriage returns, which become tokens" in done.stdout
-    assert sorted(vocabulary.load_meta(str(scripts / "data" / "shakespeare_char"))["stoi"]) == ["\n", "\r", "a", "b"]
+            with pytest.raises((KeyboardInterrupt, DataError)):
+                write_another(str(folder), moves, end)
+            assert contents(folder) == before
 
 
 LINES = b'{"text": "one"}\n\n{"text": "two"}\n'
@@ -156,9 +144,9 @@ def test_what_is_left_out_of_a_folder_is_named(tmp_path, capsys):
     assert capsys.readouterr().out == f"note: left out of {tmp_path}: {tmp_path}/c.csv, {tmp_path}/more.txt/README (2 in all)\n"
 
 
-def test_stdlib_char(scripts):
-    assert prepare(scripts, "stdlib_char").returncode == 0
-    data = Dataset(str(scripts / "data" / "stdlib_char"), block_size=64)
+def test_stdlib_char(folder):
+    prepare(folder / "stdlib_char").succeeded()
+    data = Dataset(str(folder / "stdlib_char"), block_size=64)
     assert data.vocab_size == expected_vocab_size(data.directory) == 96
     assert len(data.tokens["train"]) > 8_000_000
     assert max(tokens[:].max() for tokens in data.tokens.values()) < 96
@@ -169,56 +157,54 @@ def test_stdlib_char(scripts):
         encode("é")
 
 
-def test_stdlib_char_from_a_file(scripts, tmp_path):
+def test_local_texts(folder, tmp_path):
+    """A byte order mark is no character, carriage returns are named, and the code of stdlib_char is ASCII without tabs."""
+    (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbf" + b"ab\r\n" * 50)
     (tmp_path / "code.txt").write_text("\tdéf\n" * 100, encoding="utf-8")
-    assert prepare(scripts, "stdlib_char", "--input", "code.txt", cwd=tmp_path).returncode == 0
-    data = Dataset(str(scripts / "data" / "stdlib_char"), block_size=8)
+    (tmp_path / "short.txt").write_text("a")
+    chars, code = folder / "shakespeare_char", folder / "stdlib_char"
+    short = prepare(chars, tmp_path / "short.txt")
+    assert short.refusal() == "error: a text of 1 characters is too short to train and validate on; give a longer one"
+    assert not contents(chars)
+    printed = prepare(chars, tmp_path / "windows.txt").stdout
+    assert f"note: {tmp_path}/windows.txt has 50 carriage returns, which become tokens" in printed
+    assert sorted(vocabulary.load_meta(str(chars))["stoi"]) == ["\n", "\r", "a", "b"]
+    prepare(code, "code.txt", cwd=tmp_path).succeeded()
+    data = Dataset(str(code), block_size=8)
     assert vocabulary.load_codec(data.meta, data.vocab_size).decode(data.tokens["train"][:11].tolist()) == "        df\n"
 
 
-def test_shakespeare_char(scripts):
-    text = shared_data("tinyshakespeare/input.txt")
-    assert prepare(scripts, "shakespeare_char", "--input", text).returncode == 0
-    assert len(tokens(scripts, "shakespeare_char", "train")) == 1_003_854
-    assert len(tokens(scripts, "shakespeare_char", "val")) == 111_540
-    folder = str(scripts / "data" / "shakespeare_char")
-    assert vocabulary.load_meta(folder)["vocab_size"] == expected_vocab_size(folder) == 65
+@pytest.mark.parametrize(
+    ("name", "train", "val", "size"), [("shakespeare_char", 1_003_854, 111_540, 65), ("shakespeare", 301_966, 36_059, None)]
+)
+def test_tiny_shakespeare(name, train, val, size, folder, tiktoken_cache):
+    prepare(folder / name, shared_data("tinyshakespeare/input.txt")).succeeded()
+    data = Dataset(str(folder / name), 8)
+    assert [len(data.tokens[split]) for split in ("train", "val")] == [train, val]
+    assert data.vocab_size == expected_vocab_size(data.directory) == size
 
 
-def test_shakespeare(scripts):
-    text, cache = shared_data("tinyshakespeare/input.txt"), shared_data("tiktoken_cache")
-    assert prepare(scripts, "shakespeare", "--input", text, TIKTOKEN_CACHE_DIR=cache).returncode == 0
-    assert len(tokens(scripts, "shakespeare", "train")) == 301_966
-    assert len(tokens(scripts, "shakespeare", "val")) == 36_059
-
-
-def test_openwebtext_from_a_file(scripts, tmp_path):
-    import tiktoken
-
-    cache = shared_data("tiktoken_cache")
+def test_openwebtext_from_a_file(folder, tmp_path, tiktoken_cache):
+    folder = folder / "openwebtext"
     texts = [f"document number {number}" for number in range(2001)]
     (tmp_path / "documents.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     (tmp_path / "broken.jsonl").write_text('{"text": "fine"}\n{"title": "no text"}\n')
-    run = prepare(scripts, "openwebtext", "--input", str(tmp_path / "documents.jsonl"), TIKTOKEN_CACHE_DIR=cache)
-    assert run.returncode == 0, run.stderr
-    os.environ["TIKTOKEN_CACHE_DIR"] = cache
-    encoding = tiktoken.get_encoding("gpt2")
-    ends = {split: encoding.decode(tokens(scripts, "openwebtext", split).tolist()) for split in ("train", "val")}
-    assert ends["val"].split("<|endoftext|>") == [texts[0], texts[2000], ""]
-    assert ends["train"].split("<|endoftext|>") == [*texts[1:2000], ""]
-    run = prepare(scripts, "openwebtext", "--input", str(tmp_path / "broken.jsonl"), TIKTOKEN_CACHE_DIR=cache)
-    assert run.returncode == 2
-    assert 'broken.jsonl line 2 is no JSON object with a "text" key' in run.stderr
-    assert ends["train"] == encoding.decode(tokens(scripts, "openwebtext", "train").tolist()), "the old file stands"
+    prepare(folder, tmp_path / "documents.jsonl").succeeded()
+    before, decode = contents(folder), vocabulary.gpt2_encoding().decode
+    found = {name: decode(np.frombuffer(tokens, np.uint16).tolist()).split("<|endoftext|>") for name, tokens in before.items()}
+    assert found == {"val.bin": [texts[0], texts[2000], ""], "train.bin": [*texts[1:2000], ""]}
+    broken = prepare(folder, tmp_path / "broken.jsonl")
+    assert broken.returncode == 2
+    assert 'broken.jsonl line 2 is no JSON object with a "text" key' in broken.stderr
+    assert contents(folder) == before
 
 
-def test_offline_download_says_where_the_file_goes(scripts):
-    run = prepare(scripts, "shakespeare_char", https_proxy="http://127.0.0.1:9")
-    assert run.returncode == 2
-    assert run.stderr.count("\n") == 1
-    assert "https://raw.githubusercontent.com/karpathy/char-rnn" in run.stderr
-    assert str(scripts / "data" / "shakespeare_char" / "input.txt") in run.stderr
-    assert os.listdir(scripts / "data" / "shakespeare_char") == ["prepare.py"]
+def test_offline_download_says_where_the_file_goes(folder, monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    line = prepare(folder / "shakespeare_char").refusal()
+    assert "https://raw.githubusercontent.com/karpathy/char-rnn" in line
+    assert str(folder / "shakespeare_char" / "input.txt") in line
+    assert os.listdir(folder / "shakespeare_char") == ["prepare.py"]
 
 
 def test_a_download_with_the_wrong_checksum_is_thrown_away(tmp_path):

@@ -4,16 +4,14 @@ import os
 import pickle
 import resource
 import shutil
-import subprocess
-import sys
 import zlib
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from scripts import FEW, torch_load, train
+from scripts import FEW, run, torch_load, train
 from toy import assert_equal
 
 from data import common
@@ -115,6 +113,8 @@ def test_slices_cross_files_and_all_stay_open(tmp_path):
     shards = data.tokens["train"]
     for start, stop in ((0, 5), (95, 110), (0, 20_000), (19_990, 30_000), (7, 7), (20_000, 20_005), (150, 420)):
         assert np.array_equal(shards[start:stop], tokens[start:stop])
+    with pytest.raises(DataError, match=r"train_000200\.bin holds token 19999, but the model's vocabulary has 19999"):
+        data.check(19_999, part=1, parts=2)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
     opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     assert sum(path.startswith(str(tmp_path)) for path in opened) == min(200, most)
@@ -122,22 +122,23 @@ def test_slices_cross_files_and_all_stay_open(tmp_path):
 
 def test_half_of_the_files_that_may_be_open_are_of_shards(tmp_path):
     write_shards(tmp_path / "d", range(20_000), 200, "mixed")
-    script = f"""
-import os, resource
-resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    (tmp_path / "script.py").write_text(f"""
+import os
 from data.dataset import Dataset
 data = Dataset({str(tmp_path / "d")!r}, {BLOCK})
 for tokens in data.tokens.values():
     for start in range(0, len(tokens), 10):
         tokens[start : start + 10]
 print(sum(os.path.realpath("/proc/self/fd/" + number).endswith(".bin") for number in os.listdir("/proc/self/fd")))
-"""
-    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True, text=True).stdout == "50\n"
+""")
+    limited = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (100, 100))
+    assert run(str(tmp_path / "script.py"), before=limited).succeeded().stdout == "50\n"
 
 
-def test_a_file_that_was_replaced_is_read_again(tmp_path):
-    for tokens in (range(100), range(100, 200)):
-        (tmp_path / "new").write_bytes(plain(tokens))
+def test_a_file_that_was_replaced_is_read_again_and_a_header_tells_what_seems_to_be_uint32(tmp_path):
+    uint32 = llm_c(PAIRS[::2], version=7, dtype=np.uint32)
+    for content, tokens in ((plain(range(100)), range(100)), (llm_c(PAIRS), PAIRS), (uint32, PAIRS[::2])):
+        (tmp_path / "new").write_bytes(content)
         (tmp_path / "new").replace(tmp_path / "train.bin")
         assert Shards([str(tmp_path / "train.bin")], None)[:].tolist() == list(tokens)
 
@@ -167,20 +168,6 @@ def test_files_that_do_not_fit_are_named(tmp_path, content, vocab_size, message)
         (tmp_path / "d" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
     with pytest.raises(DataError, match=f"text_train_000002.bin {message}"):
         Dataset(folder, BLOCK)
-
-
-@pytest.mark.parametrize(("version", "tokens"), [(1, PAIRS), (7, PAIRS[::2])])
-def test_the_header_tells_what_seems_to_be_uint32(tmp_path, version, tokens):
-    (tmp_path / "train.bin").write_bytes(llm_c(tokens, version=version, dtype=np.uint16 if version == 1 else np.uint32))
-    assert np.array_equal(Shards([str(tmp_path / "train.bin")], None)[:], tokens)
-
-
-def test_a_token_outside_the_vocabulary_names_its_file(tmp_path):
-    data = Dataset(write_shards(tmp_path / "d", range(3000), 3, "plain"), BLOCK)
-    data.check(3000)
-    with pytest.raises(DataError, match=r"text_train_000003.bin holds token 2999, but the model's vocabulary has 2999"):
-        data.check(2999, part=1, parts=2)
-    data.check(1500, part=0, parts=2)
 
 
 OTHERS = {

@@ -23,22 +23,10 @@ TABLES = {
     "bytes as keys": ({"vocab_size": 2, "stoi": {b"x": 0, b"yz": 1}}, "yzx", [1, 0], "yzx", [0, 1]),
     "words": ({"vocab_size": 3, "stoi": {"the": 0, "cat": 1, ".": 2}}, "the cat\n.", [0, 1, 2], "the cat .", [0, 1, 2]),
     "words without a line break": ({"vocab_size": 2, "stoi": {"the": 0, "cat": 1}}, "\n", [0], "the", [0, 1]),
-    "words and a line break": (
-        {"vocab_size": 3, "itos": ["the", "cat", "\n"]},
-        "the cat\n",
-        [0, 1, 2],
-        "the cat \n",
-        [0, 1, 2],
-    ),
+    "words and a line break": ({"vocab_size": 3, "itos": ["ox", "cat", "\n"]}, "ox cat\n", [0, 1, 2], "ox cat \n", [0, 1, 2]),
     "letters and a mark": ({"vocab_size": 5, "itos": ["<pad>", *"ACGT"]}, "ACGT", [1, 2, 3, 4], "ACGT", [0, 1, 2, 3, 4]),
     "one table is None": ({"vocab_size": 2, "itos": None, "stoi": {"a": 0, "b": 1}}, "ab", [0, 1], "ab", [0, 1]),
-    "pieces of words": (
-        {"vocab_size": 4, "stoi": {"un": 0, "do": 1, " ": 2, "u": 3}},
-        "undo u",
-        [0, 1, 2, 3],
-        "undo u",
-        [0, 1, 2, 3],
-    ),
+    "pieces of words": ({"vocab_size": 4, "itos": ["un", "do", " ", "u"]}, "undo u", [0, 1, 2, 3], "undo u", [0, 1, 2, 3]),
 }
 
 

@@ -64,13 +64,16 @@ def read_facts(out_dir: str) -> dict[str, Any]:
         facts = json.load(file)
     if not isinstance(facts, dict):
         return {}
-    return facts | ({"state": "killed"} if facts.get("state") == "running" and lock.is_held(out_dir) is False else {})
+    if facts.get("state") == "running" and lock.is_held(out_dir) is False:
+        facts["state"] = "killed"
+    return facts
 
 
 def read(out_dirs: list[str]) -> list[Run]:
     """Return the runs in these folders, with names that say what differs."""
-    facts = list(map(read_facts, out_dirs))
-    return [Run(*of, read_metrics(of[1])) for of in zip(names(facts, out_dirs), out_dirs, facts, strict=True)]
+    facts = [read_facts(out_dir) for out_dir in out_dirs]
+    found = zip(names(facts, out_dirs), out_dirs, facts, strict=True)
+    return [Run(name, out_dir, of, read_metrics(out_dir)) for name, out_dir, of in found]
 
 
 def draw(out_dirs: list[str], html: str | None, png: str | None) -> None:

@@ -189,7 +189,12 @@ def _own_codec(meta: dict[str, Any]) -> Codec:
     any_of = "|".join(map(re.escape, sorted(map(_as_text, tokens_of), key=len, reverse=True)))
     pieces = re.compile(f"{any_of}|.", re.DOTALL)  # the longest text of a token that comes next, or a character that none has
     long = [text for text in texts.values() if len(text) > 1]
-    are_words = not in_bytes and 2 * len(long) > len(texts) and " " not in texts.values() and all(text.split() == [text] for text in long)
+    are_words = (
+        not in_bytes
+        and 2 * len(long) > len(texts)
+        and " " not in texts.values()
+        and all(text.split() == [text] for text in long)
+    )
     between: Any = b"" if in_bytes else " " if are_words else ""
 
     def encode(text: str) -> list[int]:

@@ -178,19 +178,13 @@ def test_the_same_training_in_every_mode(everything):
 
 
 def test_rows_are_written_when_they_are_measured(tmp_path):
-    """The third mode fails. The table has the first two, and of the time one round."""
-    flags = "--name=cut", "--modes=adamw,sharded,torch", "--rounds=3", "--steps_per_turn=1", *SIZES
-    profiled, turns = (
-        ("benchmarks.memory_profile:MemoryProfile.measure", 2),
-        ("benchmarks.speed:TimedContender.turn", 8),
-    )
-    for what, method in (("memory", profiled), ("time", turns)):
-        fault = partial(faults.fails_later, *method)
-        process = run("bench.py", f"--what={what}", *flags, ranks=2, cwd=tmp_path, before=fault)
-        assert set(process.returncodes) == {1}
-        modes = [row["mode"] for row in results(tmp_path / "results" / "cut", what)]
-        assert list(dict.fromkeys(modes)) == (["adamw", "sharded"] if what == "memory" else ["adamw", "sharded", "torch"])
-    assert [len(row["rounds, ms"]) for row in results(tmp_path / "results" / "cut", "time")] == [1, 1, 1]
+    """The second round of two fails. The table has the first one."""
+    flags = "--what=time", "--name=cut", "--modes=adamw,sharded", "--rounds=2", "--steps_per_turn=1", *SIZES
+    fault = partial(faults.fails_later, "benchmarks.speed:TimedContender.turn", 5)  # the first round does not count
+    process = run("bench.py", *flags, ranks=2, cwd=tmp_path, before=fault)
+    assert set(process.returncodes) == {1}
+    rows = results(tmp_path / "results" / "cut", "time")
+    assert [(row["mode"], len(row["rounds, ms"])) for row in rows] == [("adamw", 1), ("sharded", 1)]
 
 
 def test_results_of_another_measure_stay(tmp_path):

@@ -4,6 +4,7 @@ The tracker sees no scratch memory of matrix products, and sums of two gradients
 Neither counts in the peaks that are compared with it. `test_malloc.py` compares both with what malloc gives out.
 """
 
+import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -25,8 +26,10 @@ PRECISIONS = {  # dtype of the computation, and of the weights
     "autocast": ("bfloat16", "float32"),
     "bfloat16 weights": ("bfloat16", "bfloat16"),
 }
-every_precision = pytest.mark.parametrize(("dtype", "param_dtype"), PRECISIONS.values(), ids=PRECISIONS)
-every_way = pytest.mark.parametrize("way", [(False, 0), (True, 0), (False, 100)], ids=["", "checkpointing", "loss_chunk"])
+WAYS = {"plain": (False, 0), "checkpointing": (True, 0), "loss_chunk": (False, 100)}
+COMBINED = [("float32", "plain"), ("bfloat16 weights", "plain"), ("autocast", "checkpointing"), ("autocast", "loss_chunk")]
+SLOW = pytest.mark.slow("other cases have the precision, and others the way", seconds=5)
+REST = [pytest.param(*pair, marks=SLOW) for pair in itertools.product(PRECISIONS, WAYS) if pair not in COMBINED]
 
 
 @pytest.fixture(autouse=True)
@@ -67,10 +70,10 @@ def tracked(workload, param_dtype):
     return saved, total("peak") - parameters
 
 
-@every_way
-@every_precision
-def test_predictions_for_two_and_three_layers_give_what_five_take(dtype, param_dtype, way):
-    workload = work(SIZES, dtype, way)
+@pytest.mark.parametrize(("precision", "way"), [*COMBINED, *REST])
+def test_predictions_for_two_and_three_layers_give_what_five_take(precision, way):
+    dtype, param_dtype = PRECISIONS[precision]
+    workload = work(SIZES, dtype, WAYS[way])
     predicted, (saved, peak) = predict(workload, param_dtype), tracked(workload, param_dtype)
     assert predicted == micro_step(*real_step(workload, param_dtype))
     assert predicted.saved == pytest.approx(saved, rel=0.01)
@@ -130,19 +133,6 @@ def test_live_bytes_counts_what_lies_where_a_storage_was_before_it_moved():
         live._spans[storage._cdata] = reference, other.data_ptr(), other.data_ptr() + 4000  # as if it had been here before
         other.view(-1)  # counts from now on
         assert live.now == 2 * 4000
-
-
-def test_autograd_adds_the_gradients_of_the_tied_embedding_in_place_under_autocast():
-    """Otherwise the first gradient is a view, and their sum is a third tensor. `test_malloc.py` measures both."""
-    tied = 4 * WIDE.vocab_size * WIDE.n_embd
-    for chunk, in_float32 in ((0, 3), (20, 2)):  # the gradient from forward is no view
-        copies = {
-            name: predict(work(WIDE, dtype, (False, chunk), batch_size=1), param_dtype).embedding / tied
-            for name, (dtype, param_dtype) in PRECISIONS.items()
-        }
-        assert copies == pytest.approx(
-            {"float32": in_float32, "autocast": 2, "bfloat16 weights": 1.5 if not chunk else 1}, rel=0.05
-        )
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

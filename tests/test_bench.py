@@ -18,6 +18,7 @@ from scripts import ROOT, check_mistakes, run
 from toy import assert_equal, make_toy, train, weights
 
 from benchmarks.exact import send_to_itself, start_late
+from benchmarks.memory_profile import simulated_world
 from benchmarks.results import Results, draw
 from forecast.modes import MODES as TABLE
 from forecast.prediction import ShardedPrediction
@@ -102,6 +103,11 @@ def test_git_ignores_the_results(tmp_path):
     assert "results are in out-bench/2x384-1x16-simulated-cpu\n" in process.stdout
     with open(os.path.join(ROOT, ".gitignore")) as file:
         assert "out*/\n" in file
+
+
+def test_a_simulated_rank_may_receive_without_sending():
+    with simulated_world(2):
+        dist.all_to_all_single(torch.empty(2), torch.empty(0), [1, 1], [0, 0])
 
 
 def check_memory(rows, modes, points):

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import test_plan_script
@@ -17,7 +16,6 @@ from benchmarks.contenders import Contender, Setup
 from benchmarks.memory_profile import MemoryProfile
 from forecast import advice
 from forecast.modes import MODES
-from forecast.planner import Planner
 from forecast.step_time import Network
 from model import GPT, GPTConfig
 
@@ -25,8 +23,8 @@ CONFIG = GPTConfig(block_size=64, vocab_size=997, n_layer=2, n_head=2, n_embd=12
 NOTHING_FITS = {"gpu_memory_gb": 1e-6}  # then few batch sizes are predicted
 
 
-def planner(**changes):
-    return test_plan_script.planner(CONFIG, **{"batch_size": 8, "bucket_mb": "auto", **changes})
+def planner(config=CONFIG, **changes):
+    return test_plan_script.planner(config, **{"batch_size": 8, "bucket_mb": "auto", **changes})
 
 
 def arguments(text):
@@ -205,14 +203,14 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def fully_sharded_sent(micro_steps):
-    """By the defaults, and with weights and gradients that stay whole until the last micro-step; bytes, and collectives."""
+def fully_sharded_sent():
+    """Of three micro-steps by the defaults, and with weights and gradients whole until the last one: bytes, and collectives."""
     found = []
     for mode in ("fsdp2_reshard", "fsdp2"):
         contender = Contender(setup_of(SIZES_OF_FSDP[1]), MODES[mode]).wrap()
-        contender.step([None] * micro_steps)  # makes the state
+        contender.step()  # makes the state
         with Sent() as sent:
-            contender.step([None] * micro_steps)
+            contender.step([None] * 3)
         found.append((sum(sent.bytes.values()), sent.calls))
     return found
 
@@ -222,20 +220,16 @@ def test_what_fsdp2_sends_and_takes():
 
     It takes what is predicted of weights, gradients and state exactly; the peak is an estimate.
     """
-    *sends, (takes, _) = run_in_turn(2, *(partial(fully_sharded_sent, steps) for steps in (1, 4)), fully_sharded_bytes)
-    for micro_steps, by_rank in zip((1, 4), sends, strict=True):
-        settings = {**planner(**NOTHING_FITS).settings, "gradient_accumulation_steps": 2 * micro_steps}
-        of_run = Planner(settings, SIZES_OF_FSDP[1])
-        row = of_run.figures("", of_run.fully_sharded(of_run.chosen(2)), 2)
-        plain = of_run.forecast(replace(of_run.chosen(2), flags=MODES["adamw"].flags), 2).prediction
-        all_reduce = plain.sent()["all-reduce"]
-        units = SIZES_OF_FSDP[1].n_layer + 1
-        for by_default, at_best in by_rank:
-            assert by_default[0] == row["sent"]
-            assert at_best == (all_reduce, {"all-gather": units, "reduce-scatter": units})
+    sends, (takes, _) = run_in_turn(2, fully_sharded_sent, fully_sharded_bytes)
+    of_run = planner(SIZES_OF_FSDP[1], gradient_accumulation_steps=6, **NOTHING_FITS)
+    row = of_run.figures("", of_run.fully_sharded(of_run.chosen(2)), 2)
+    plain = of_run.prediction(replace(of_run.chosen(2), flags=MODES["adamw"].flags), 2)
+    units = SIZES_OF_FSDP[1].n_layer + 1
+    for by_default, at_best in sends:
+        assert by_default[0] == row["sent"]
+        assert at_best == (plain.sent()["all-reduce"], {"all-gather": units, "reduce-scatter": units})
     for sizes, (after, before, peak) in zip(SIZES_OF_FSDP, takes, strict=True):
-        settings = {**planner(**NOTHING_FITS).settings, "batch_size": 1, "gradient_accumulation_steps": 4}
-        of_run = Planner(settings, sizes)
+        of_run = planner(sizes, batch_size=1, gradient_accumulation_steps=4, **NOTHING_FITS)
         row = of_run.figures("", of_run.fully_sharded(of_run.chosen(2)), 2)
         assert row["parameters"] + row["state"] == pytest.approx(after, rel=0.02)
         assert row["parameters"] + row["state"] + row["gradients"] == pytest.approx(before, rel=0.02)

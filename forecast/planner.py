@@ -202,18 +202,19 @@ class Planner:
 
     def prediction(self, choice: Choice, world_size: int) -> Prediction:
         """Return the same without activations, on which neither bytes to send nor seconds depend."""
-        micro_steps = self.accumulation_steps(choice.batch_size, world_size) // world_size
-        return self._prediction(choice.flags, choice.in_place, choice.fully_shard, micro_steps, world_size)
+        return self._prediction(replace(choice, activation_checkpointing=False, loss_chunk=0), world_size)
 
-    def _predict(self, flags: Flags, in_place: bool, fully_shard: bool, micro_steps: int, world_size: int) -> Prediction:
-        how: dict[str, Any] = {"on_cpu": self.device_type == "cpu", "world_size": world_size, "micro_steps": micro_steps}
-        if fully_shard:
+    def _predict(self, choice: Choice, world_size: int) -> Prediction:
+        flags = choice.flags
+        how: dict[str, Any] = {"on_cpu": self.device_type == "cpu", "world_size": world_size}
+        how["micro_steps"] = self.accumulation_steps(choice.batch_size, world_size) // world_size
+        if choice.fully_shard:
             how |= {"shard_gradients": True, "frozen": 4 * self.frozen_numel, "block_numel": self.block_numel}
             how["root_numel"] = self.numel - self.config.n_layer * self.block_numel
             how["itemsize"] = 4 if flags.param_dtype == "float32" else 2
             return FullyShardedPrediction(replicated_plan(self.specs), **how)
         plan = self._plan(replace(flags, shard_gradients=False), world_size)
-        how |= {"shard_gradients": flags.shard_gradients, "in_place": in_place}
+        how |= {"shard_gradients": flags.shard_gradients, "in_place": choice.in_place}
         how["frozen"] = self.frozen_numel * (plan.param_dtype or torch.float32).itemsize
         return of_fullest_rank(plan, distributed=world_size > 1, **how)
 
@@ -289,23 +290,21 @@ class Planner:
         def activations(size: int) -> Activations:
             return self.activations(replace(choice, batch_size=size))
 
-        def does_not_fit(size: int) -> bool:
-            return not self.fits(replace(result, activations=activations(size)))
+        def exceed(found: Activations) -> bool:
+            return not self.fits(replace(result, activations=found))
 
         full_chunk = choice.loss_chunk // self.config.block_size  # fewer sequences have fewer logits than a chunk
         sizes = sorted({*BATCHES, choice.batch_size, full_chunk, full_chunk + 1} - {0})
         own = sizes.index(choice.batch_size)
-        span = (own + 1, len(sizes)) if self.fits(result) else (0, own)
-        above = bisect_left(sizes, True, *span, key=does_not_fit)
-        low = sizes[above - 1] if above else 0
+        span = (0, own) if exceed(result.activations) else (own + 1, len(sizes))
+        above = bisect_left(sizes, True, *span, key=lambda size: exceed(activations(size)))
         if above in (0, len(sizes)):
-            return low
-        high = sizes[above]
+            return sizes[above - 1] if above else 0
+        low, high = sizes[above - 1 : above + 1]
         ends = list(zip(activations(low), activations(high), strict=True))
 
-        def is_too_large(size: int) -> bool:
+        def between(size: int) -> Activations:
             share = (size - low) / (high - low)
-            between = Activations(*(round(first + share * (last - first)) for first, last in ends))
-            return not self.fits(replace(result, activations=between))
+            return Activations(*(round(first + share * (last - first)) for first, last in ends))
 
-        return low + bisect_left(range(low + 1, high + 1), True, key=is_too_large)
+        return low + bisect_left(range(low + 1, high + 1), True, key=lambda size: exceed(between(size)))

@@ -3,8 +3,6 @@
 import json
 import os
 import statistics
-import subprocess
-import sys
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -19,7 +17,7 @@ from toy import assert_equal, make_toy, train, weights
 
 from benchmarks.exact import send_to_itself, start_late
 from benchmarks.memory_profile import simulated_world
-from benchmarks.results import Results, draw
+from benchmarks.results import Results
 from forecast.modes import MODES as TABLE
 from forecast.prediction import ShardedPrediction
 from forecast.run_memory import gpt_specs
@@ -34,6 +32,8 @@ IN_PLACE = [name for name, mode in TABLE.items() if mode.in_place]
 OWN = [name for name, mode in TABLE.items() if mode.planned]
 MODES = [name for name in TABLE if name not in ("hybrid", "no_overlap")]
 PREDICTED = [name for name in MODES if TABLE[name].is_built]
+TRAINED = [*IN_PLACE, "adamw", "torch", "sharded", "bfloat16"]
+POINTS = ["after init", "wrapping", "after wrapping", "accumulating", "before step", "after step", "peak", "saving"]
 TIMED = [mode for mode in MODES if mode not in (*IN_PLACE, "fsdp2_reshard")]  # those send what others send
 
 
@@ -130,26 +130,38 @@ def undrawn_and_quick():
     faults.matrix_products_of_muon_are_zero()
 
 
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory):
-    """The folder of results of a run of all measures, without the library that draws."""
-    folder = tmp_path_factory.mktemp("everything")
-    flags = "--name=all", "--rounds=1", "--steps_per_turn=1", "--training_steps=3", "--grad_clip=0", "--bucket_mb=1"
+def measured(folder, *flags):
+    """The folder of results of a run without the library that draws."""
+    flags = *flags, "--name=all", "--rounds=1", "--steps_per_turn=1", "--training_steps=3", "--grad_clip=0", "--bucket_mb=1"
     process = run("bench.py", *flags, *SIZES, ranks=2, cwd=folder, before=undrawn_and_quick).succeeded()
     assert ", then python -m benchmarks.results results/all\n" in process.stdout
     return folder / "results" / "all"
 
 
-def test_memory_at_each_point_of_a_step(everything):
-    points = ["after init", "wrapping", "after wrapping", "accumulating", "before step", "after step", "peak", "saving"]
-    rows = results(everything, "memory")
-    check_memory(rows, MODES, points)
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    return measured(tmp_path_factory.mktemp("everything"), f"--modes={','.join(TRAINED)}")
+
+
+@pytest.mark.slow("all modes; test_prediction has all flags, and the bytes are those of all modes", seconds=70)
+def test_every_mode_is_measured_by_default(tmp_path):
+    folder = measured(tmp_path)
+    check_memory(results(folder, "memory"), MODES, POINTS)
+    assert [row["mode"] for row in results(folder, "training")] == OWN
+
+
+def test_memory_at_each_point_of_a_step(everything, tmp_path):
+    others = "simple", "fsdp2", "fsdp2_reshard", "codecs", "plain_muon", "muon"
+    rows = [
+        *results(everything, "memory"),
+        *results(measured(tmp_path, "--what=memory", f"--modes={','.join(others)}"), "memory"),
+    ]
+    check_memory(rows, (*TRAINED, *others), POINTS)
     total = {(row["mode"], row["point"]): row["total"] for row in rows}
     parameters = total["adamw", "after init"]
     expected = {"adamw": 5, "torch": 4, "simple": 4, "adamw_in_place": 4, "torch_in_place": 3, "sharded": 3, "bfloat16": 2.5}
     for mode, copies in {**expected, "fsdp2": 3.5, "fsdp2_reshard": 2}.items():
         assert total[mode, "accumulating"] / parameters == pytest.approx(copies, rel=0.02), mode
-    assert {row["mode"] for row in rows} == set(MODES)
     (whole,) = (row["gradients"] for row in rows if (row["mode"], row["point"]) == ("fsdp2", "accumulating"))
     assert whole == pytest.approx(parameters, rel=0.02), "FSDP2 keeps whole gradients between micro-steps"
     for row in rows:
@@ -164,7 +176,7 @@ def test_memory_at_each_point_of_a_step(everything):
 
 def test_the_same_training_in_every_mode(everything):
     rows = {row["mode"]: row for row in results(everything, "training")}
-    assert list(rows) == OWN
+    assert list(rows) == TRAINED
     for mode in (*IN_PLACE, "torch", "sharded"):  # two ranks, no clipping: bit for bit
         assert rows[mode]["losses"] == rows["adamw"]["losses"]
         assert rows[mode]["largest difference"] == 0
@@ -178,9 +190,6 @@ def test_the_same_training_in_every_mode(everything):
     assert peaks[0] > in_place[0] > peaks[2] > 0
     assert in_place[1] < peaks[1]
     assert rows["sharded"]["saved, %"] == pytest.approx(100 * (1 - peaks[2] / in_place[0]))
-    draw(everything)
-    for picture in ("memory.png", "training.png"):
-        assert (everything / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_rows_are_written_when_they_are_measured(tmp_path):
@@ -204,8 +213,8 @@ def test_what_must_be_exact_computes_attention_in_one_order(tmp_path):
     (tmp_path / "script.py").write_text(
         "import torch.backends.cuda as cuda; print(cuda.flash_sdp_enabled(), cuda.math_sdp_enabled())"
     )
-    command = sys.executable, "-m", "benchmarks.exact", tmp_path / "script.py"
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "False True\n"
+    printed = run("benchmarks/exact.py", str(tmp_path / "script.py")).succeeded().stdout
+    assert printed == "False True\n"
 
 
 def trained_late():

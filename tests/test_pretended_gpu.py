@@ -34,10 +34,7 @@ from zero.optimizer import _wait_for_gathers
 SIZES = GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=512, block_size=64, bias=False)
 COUNTED = {  # forward, backward, hooks, clip, update, collectives, waits of rank 0 of 8, in buckets of 0.1 MB
     "adamw": (43, 61, 0, 32, 6, 1, 0),
-    "torch": (43, 61, 0, 32, 18, 16, 0),
     "sharded": (43, 61, 33, 43, 12, 15, 0),
-    "bfloat16": (29, 43, 24, 40, 30, 9, 0),
-    "remainder": (29, 43, 24, 40, 42, 9, 0),
     "codecs": (29, 43, 24, 40, 90, 9, 0),
     "loss_chunk": (62, 58, 33, 43, 12, 15, 0),
     "hybrid": (43, 61, 38, 44, 12, 21, 0),

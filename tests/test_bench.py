@@ -132,8 +132,8 @@ def undrawn_and_quick():
 
 def measured(folder, *flags):
     """The folder of results of a run without the library that draws."""
-    flags = *flags, "--name=all", "--rounds=1", "--steps_per_turn=1", "--training_steps=3", "--grad_clip=0", "--bucket_mb=1"
-    process = run("bench.py", *flags, *SIZES, ranks=2, cwd=folder, before=undrawn_and_quick).succeeded()
+    short = "--name=all", "--rounds=1", "--steps_per_turn=1", "--training_steps=3", "--grad_clip=0", "--bucket_mb=1"
+    process = run("bench.py", *short, *flags, *SIZES, ranks=2, cwd=folder, before=undrawn_and_quick).succeeded()
     assert ", then python -m benchmarks.results results/all\n" in process.stdout
     return folder / "results" / "all"
 

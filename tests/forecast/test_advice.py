@@ -39,7 +39,7 @@ def test_the_recommended_settings_fit(world_size):
     previous, found = (False, ()), set()
     bucket_mb = 0.1 if world_size == 1 else "auto"  # one bucket of everything would take what the flags save on one rank
     for power in range(100):
-        limited = {"gpu_memory_gb": 0.1 * 0.85**power, "checkpoint_format": "sharded", "bucket_mb": bucket_mb}
+        limited = {"gpu_memory_gb": 0.1 * 0.9**power, "checkpoint_format": "sharded", "bucket_mb": bucket_mb}
         before = planner(**limited)
         if (choice := advice.cheapest(before, world_size)) is None:
             break

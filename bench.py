@@ -13,9 +13,6 @@ Memory of GPT-2 XL on two ranks. The ranks share a GPU, or each rank has its own
 Memory of rank 0 of 8, 64 and 1024 ranks, measured in one process without the others:
     $ python bench.py --what=memory --model=gpt2 --batch_size=1 --block_size=64 --simulate_world_size=8,64,1024
 
-Launches and waits of rank 0 of 8 in an iteration on its GPU, counted without one (needs a C++ compiler):
-    $ python bench.py --what=launches --model=gpt2 --block_size=64
-
 The tables are printed. The folder out-bench/<model, ranks, device>/, or with --name results/<name>/, receives them as
 text and results.json, and as pictures if altair and vl-convert-python are installed.
 
@@ -27,7 +24,6 @@ Points of a step: after init: the model exists. wrapping: the most while data pa
 then. accumulating: between micro-steps. before step, after step: around the update. saving: a checkpoint is gathered.
 peak: the most within a step.
 Parts: copy is what rank 0 gathers to save it; rest is everything else, mostly temporary tensors of backward.
-Launches: operations that start a kernel on the GPU, with collectives. hooks: those of zero/ during backward.
 
 Modes:
 """
@@ -36,13 +32,12 @@ import datetime
 import os
 import platform
 import sys
-from contextlib import nullcontext, redirect_stdout
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import launches, memory_profile, pretended_gpu, speed, training
+from benchmarks import memory_profile, speed, training
 from benchmarks.contenders import Setup
 from benchmarks.results import Results, draw
 from configurator import Dtype, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, configure, integers
@@ -60,11 +55,11 @@ from zero.options import Options
 __doc__ += explained(MODES)
 
 # -----------------------------------------------------------------------------
-what: Literal["memory", "time", "training", "launches", "all"] = "all"  # all: but launches
+what: Literal["memory", "time", "training", "all"] = "all"
 modes = ""  # separated by commas; empty: a choice for each measure; the others are compared to the first one
 model = ""  # 'gpt2', 'gpt2-medium', 'gpt2-large' or 'gpt2-xl'; empty: the sizes below
 name = "auto"  # results/<name>/ receives the results; auto: out-bench/<model, ranks, device>/; empty: write nothing
-simulate_world_size = ""  # numbers of ranks, as 8,64,1024: measure rank 0 in one process; for launches, empty is 8
+simulate_world_size = ""  # numbers of ranks, as 8,64,1024: measure the memory of rank 0 in one process
 rounds: PositiveInt = 5  # turns of each mode; one more turn comes first and is not counted
 steps_per_turn: PositiveInt = 5  # one micro-step and one update each
 training_steps: PositiveInt = 50  # of each mode, on the source of Python's standard library, to compare the losses
@@ -83,15 +78,13 @@ shard_size: NonNegativeInt = 0  # of the mode hybrid: ranks that share the state
 device = "auto"  # 'cpu', 'cuda'; auto: cuda if available, otherwise cpu
 dtype: Dtype = "auto"  # of the computation; auto: best on GPU, float32 on CPU
 seed: Seed = 1337
-with redirect_stdout(None) if pretended_gpu.is_preloaded() else nullcontext():  # the process that started this one has printed
-    config = configure(globals(), connects=True)
+config = configure(globals(), connects=True)
 # -----------------------------------------------------------------------------
 DEFAULT_MODES = {
     # on one machine, hybrid is the same as sharded; no_overlap takes as much memory
     "memory": [name for name, mode in MODES.items() if mode.overlap and not mode.hybrid],
     "time": ["adamw", "torch", "sharded"],
     "training": [mode for mode in MODES if MODES[mode].planned],
-    "launches": [name for name, mode in MODES.items() if not mode.in_place and mode.fully_shard is None],
 }
 
 
@@ -100,21 +93,15 @@ def modes_of(measure):
     names = modes.split(",") if modes else DEFAULT_MODES[measure]
     if unknown := [name for name in names if name not in MODES]:
         raise ValueError(f"modes={modes}: {', '.join(unknown)} is not one of {', '.join(MODES)}")
-    if measure == "launches" and (unable := [name for name in names if MODES[name].fully_shard is not None]):
-        raise ValueError(f"modes={modes}: what=launches cannot count {', '.join(unable)}; leave it out")
     return names
 
 
 launch = launched()
 with exit_on_wrong_input():
-    on_pretended_gpu = what == "launches"
-    measures = [measure for measure in DEFAULT_MODES if measure != "launches"] if what == "all" else [what]
-    simulate_world_size = simulate_world_size or "8" * on_pretended_gpu
+    measures = [*DEFAULT_MODES] if what == "all" else [what]
     worlds = integers("simulate_world_size", simulate_world_size) if simulate_world_size else []
-    if worlds and (launch.distributed or what not in ("memory", "launches")):
-        raise ValueError(
-            "simulate_world_size measures memory or launches in one process; start it with python bench.py --what=memory"
-        )
+    if worlds and (launch.distributed or what != "memory"):
+        raise ValueError("simulate_world_size measures memory in one process; start it with python bench.py --what=memory")
     if model and model not in GPT2_SIZES:
         raise ValueError(f"model={model} is not one of {', '.join(GPT2_SIZES)}")
     if "," in block_size and what != "time":
@@ -127,20 +114,13 @@ with exit_on_wrong_input():
     options = Options(shard_size=shard_size or launch.local_world_size)
     for world in worlds or [launch.world_size]:
         options.sharing(world)
-    if on_pretended_gpu and compile:
-        raise ValueError("compile=True: what=launches counts operations that are not compiled; leave it out")
-    if on_pretended_gpu:
-        if not pretended_gpu.is_preloaded():
-            sys.exit(pretended_gpu.run_preloaded(sys.argv).returncode)
-        chosen, precision = str(pretended_gpu.DEVICE), machine.resolve_dtype(dtype, "float32", "bfloat16")
-    else:
-        chosen, precision = machine.resolve(device, dtype)
+    chosen, precision = machine.resolve(device, dtype)
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as in train.py
 with exit_on_wrong_input():
     used = torch.device(chosen) if worlds else start(launch, chosen)
     how = bucket_mb, grad_clip, activation_checkpointing, seed, options.shard_size, compile
     setup = Setup(gpt, batch_size, used, precision, *how)
-    where, title = "pretended GPU" if on_pretended_gpu else machine.device_name(used), model or f"{n_layer}x{n_embd}"
+    where, title = machine.device_name(used), model or f"{n_layer}x{n_embd}"
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"
     folder = os.path.join("results", name) if name else ""
     if name == "auto":
@@ -168,9 +148,6 @@ TITLES = {
     "memory": f"Memory: MB {allocated}, on {'rank 0' if worlds else 'the fullest rank'}",
     "time": "Time of a step; the ratio is that to the first mode in the same round",
     "training": "Training: peak of the fullest rank, and the largest difference of a loss from that of the first mode",
-    "launches": (
-        "Launches and waits of rank 0 in an iteration; DistributedDataParallel is left out where it belongs to the mode"
-    ),
 }
 
 
@@ -181,9 +158,8 @@ def rows_of(measure):
     elif measure == "training":
         yield from training.training_rows(setup, names[measure], data, training_steps)
     else:
-        in_a_world = memory_profile.memory_rows if measure == "memory" else launches.launch_rows
         for world in worlds or [0]:
-            yield from in_a_world(setup, names[measure], world)
+            yield from memory_profile.memory_rows(setup, names[measure], world)
 
 
 print0(results.title)
@@ -195,7 +171,7 @@ for measure in measures:
         if is_rank_0():
             text = results.add(measure, TITLES[measure], list(rows.values()), details)
     print0(f"\n{text}")
-    if used.type == "cuda" and not on_pretended_gpu:
+    if used.type == "cuda":
         free, total = torch.cuda.mem_get_info(used)
         taken = total - free - torch.cuda.memory_reserved(used)
         print0(f"on this GPU, {taken / 1e6:.0f} MB are taken outside of the allocator of rank 0")

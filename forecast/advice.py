@@ -24,9 +24,8 @@ def cheapest(planner: Planner, world_size: int, allowed: Callable[[Choice], bool
     def cost(choice: Choice) -> tuple[bool, tuple[float, ...]]:
         return _roundings(choice.flags) != _roundings(chosen.flags), planner.cost(choice, world_size)
 
-    choices = filter(allowed, _by_price(planner, world_size))
-    fitting = [choice for choice in choices if planner.fits(planner.forecast(choice, world_size))]
-    return min(fitting, key=cost, default=None)  # the first of several
+    choices = sorted(filter(allowed, _by_price(planner, world_size)), key=cost)
+    return next((choice for choice in choices if planner.fits(planner.forecast(choice, world_size))), None)
 
 
 def ways(planner: Planner, world_size: int) -> dict[str, Choice]:
@@ -108,7 +107,7 @@ def prices(planner: Planner, world_size: int, choice: Choice) -> dict[str, str]:
         price = "the forward of the blocks a second time, up to a third more computation"
         found[f"--activation_checkpointing={choice.activation_checkpointing}"] = price
     if after.shard_gradients and not before.shard_gradients:
-        prediction = planner.forecast(choice, world_size).prediction
+        prediction = planner.prediction(choice, world_size)
         sent, once = (sum(each.sent().values()) for each in (prediction, replace(prediction, shard_gradients=False)))
         found["--shard_gradients=True"] = f"{sent / once:.1f} times the bytes to send, with these micro-steps"
     if after.param_dtype != before.param_dtype:

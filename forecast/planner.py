@@ -11,8 +11,8 @@ import torch
 from distributed.machine import CARDS, CUDA_GB, NCCL_ALL_TO_ALL_GB, NCCL_GB, card, resolve_dtype
 from forecast.fully_sharded import FullyShardedPrediction
 from forecast.modes import LOSS_CHUNK, MODES, batch_in_words, divided_batch, muon_of
-from forecast.prediction import Activations, Workload
-from forecast.run_memory import CPU_RESIDENT, Forecast, forecast, gpt_specs, planned_optimizer, predicted_activations
+from forecast.prediction import Activations, Prediction, Workload
+from forecast.run_memory import CPU_RESIDENT, Forecast, gpt_specs, of_fullest_rank, planned_optimizer, predicted_activations
 from forecast.step_time import Network
 from model import GPT, GPTConfig, without_weights
 from zero.codecs import SMALLEST
@@ -82,7 +82,7 @@ class Planner:
                 raise ValueError(f"{key} needs the speed of the GPUs, which is known for bfloat16 and float16 on cuda only")
         # modes with equal plans share it: a plan of 1024 ranks takes a tenth of a second
         self._plan = cache(lambda flags, world_size: flags.plan(self.specs, world_size))
-        self.forecast = cache(self._forecast)
+        self._prediction = cache(self._predict)
 
     def memory(self, world_size: int) -> int:
         """Return the bytes that tensors may take on each of the ranks."""
@@ -195,21 +195,28 @@ class Planner:
             "largest_batch": self.largest_batch(choice, world_size),
         }
 
-    def _forecast(self, choice: Choice, world_size: int) -> Forecast:
+    def forecast(self, choice: Choice, world_size: int) -> Forecast:
         """Return what a choice needs. All choices have the same number of sequences per iteration."""
-        flags, activations = choice.flags, self.activations(choice)
         saving = {key: self.settings[key] for key in ("async_save", "checkpoint_format")}
+        return Forecast(self.prediction(choice, world_size), self.activations(choice), **saving)
+
+    def prediction(self, choice: Choice, world_size: int) -> Prediction:
+        """Return the same without activations, on which neither bytes to send nor seconds depend."""
+        return self._prediction(replace(choice, activation_checkpointing=False, loss_chunk=0), world_size)
+
+    def _predict(self, choice: Choice, world_size: int) -> Prediction:
+        flags = choice.flags
         how: dict[str, Any] = {"on_cpu": self.device_type == "cpu", "world_size": world_size}
         how["micro_steps"] = self.accumulation_steps(choice.batch_size, world_size) // world_size
         if choice.fully_shard:
             how |= {"shard_gradients": True, "frozen": 4 * self.frozen_numel, "block_numel": self.block_numel}
             how["root_numel"] = self.numel - self.config.n_layer * self.block_numel
             how["itemsize"] = 4 if flags.param_dtype == "float32" else 2
-            return Forecast(FullyShardedPrediction(replicated_plan(self.specs), **how), activations, **saving)
+            return FullyShardedPrediction(replicated_plan(self.specs), **how)
         plan = self._plan(replace(flags, shard_gradients=False), world_size)
         how |= {"shard_gradients": flags.shard_gradients, "in_place": choice.in_place}
         how["frozen"] = self.frozen_numel * (plan.param_dtype or torch.float32).itemsize
-        return forecast(plan, activations, distributed=world_size > 1, saving=saving, **how)
+        return of_fullest_rank(plan, distributed=world_size > 1, **how)
 
     def accumulation_steps(self, batch_size: int, world_size: int) -> int:
         """Return the gradient_accumulation_steps of a batch size that divides that of `batch`: a multiple of the ranks."""
@@ -238,7 +245,7 @@ class Planner:
             return 0.0, {}
         forward = choice.batch_size * self.config.block_size * self.flops_per_token / self.flops / 3
         backward = (3 if choice.activation_checkpointing else 2) * forward
-        prediction = self.forecast(choice, world_size).prediction
+        prediction = self.prediction(choice, world_size)
         newton_schulz = sum(sizes.iteration_flops for sizes in prediction.matrix_rounds) * NS_STEPS / self.flops
         exposed = self.network.exposed(prediction, forward, backward, newton_schulz) if world_size > 1 else {}
         return prediction.micro_steps * (forward + backward) + newton_schulz, exposed
@@ -249,7 +256,7 @@ class Planner:
         `matrices` at the MFU of the settings, everything else at the bandwidth of the memory: autocast's copies of the weights
         and of their gradients, sums and copies of gradients, the norm with the scaling, the update.
         """
-        held = self.forecast(choice, world_size).prediction
+        held = self.prediction(choice, world_size)
         plan, gradients, steps = held.plan, held.full_gradients, held.micro_steps
         computing, exposed = self.seconds(choice, world_size)
         sends = steps if held.shard_gradients else 1
@@ -283,19 +290,21 @@ class Planner:
         def activations(size: int) -> Activations:
             return self.activations(replace(choice, batch_size=size))
 
+        def exceed(found: Activations) -> bool:
+            return not self.fits(replace(result, activations=found))
+
         full_chunk = choice.loss_chunk // self.config.block_size  # fewer sequences have fewer logits than a chunk
-        low = high = 0
-        for high in sorted({*BATCHES, choice.batch_size, full_chunk, full_chunk + 1} - {0}):
-            if not self.fits(replace(result, activations=activations(high))):
-                break
-            low = high
-        if low in (0, high):
-            return low
+        sizes = sorted({*BATCHES, choice.batch_size, full_chunk, full_chunk + 1} - {0})
+        own = sizes.index(choice.batch_size)
+        span = (0, own) if exceed(result.activations) else (own + 1, len(sizes))
+        above = bisect_left(sizes, True, *span, key=lambda size: exceed(activations(size)))
+        if above in (0, len(sizes)):
+            return sizes[above - 1] if above else 0
+        low, high = sizes[above - 1 : above + 1]
         ends = list(zip(activations(low), activations(high), strict=True))
 
-        def does_not_fit(size: int) -> bool:
+        def between(size: int) -> Activations:
             share = (size - low) / (high - low)
-            between = Activations(*(round(first + share * (last - first)) for first, last in ends))
-            return not self.fits(replace(result, activations=between))
+            return Activations(*(round(first + share * (last - first)) for first, last in ends))
 
-        return low + bisect_left(range(low + 1, high + 1), True, key=does_not_fit)
+        return low + bisect_left(range(low + 1, high + 1), True, key=lambda size: exceed(between(size)))

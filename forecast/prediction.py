@@ -133,7 +133,7 @@ class Prediction:
         """Largest bytes of communication buffers at one time, in addition to gradients and their shards."""
         return 0
 
-    @property
+    @cached_property
     def construction(self) -> int:
         """Peak bytes while the model is wrapped, on rank 0, which has its weights on the CPU.
 

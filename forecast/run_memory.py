@@ -83,21 +83,23 @@ def gpt_specs(config: GPTConfig, muon: dict[str, Any] | None = None) -> Sequence
     return with_own_state(specs, optimizer_cls(groups, **arguments))
 
 
-def forecast(
-    plan: Plan, activations: Activations, distributed: bool, saving: dict[str, Any] | None = None, **how: Any
-) -> Forecast:
-    """Predict what the rank with the most optimizer state will need.
+def of_fullest_rank(plan: Plan, distributed: bool, **how: Any) -> Prediction:
+    """Return the prediction for the rank with the most optimizer state.
 
     Args:
         plan: see `Flags.plan`.
         distributed: the ranks are torchrun's, so that the model is wrapped for data parallelism.
-        saving: see `Forecast`.
         **how: see `Prediction`.
     """
     state, kind = plan.state_bytes, DataParallelPrediction if distributed else Prediction
     if plan.buffers:
         kind = ShardedPrediction
-    return Forecast(kind(plan, state.index(max(state)), **how), activations, **(saving or {}))
+    return kind(plan, state.index(max(state)), **how)
+
+
+def forecast(plan: Plan, activations: Activations, distributed: bool, **how: Any) -> Forecast:
+    """Predict what the rank with the most optimizer state will need, see `of_fullest_rank`."""
+    return Forecast(of_fullest_rank(plan, distributed, **how), activations)
 
 
 def predicted_activations(workload: Workload, param_dtype: str) -> Activations:

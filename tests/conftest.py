@@ -14,7 +14,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 os.environ["PYTHONPATH"] = ROOT  # for the processes of tests.ranks
-STARTERS = {"ranks", "scripts", "hosts", "subprocess", "multiprocessing.context", "benchmarks.pretended_gpu"}
+STARTERS = {"ranks", "scripts", "hosts", "subprocess", "multiprocessing.context", "pretended_gpu"}
 os.environ["OMP_NUM_THREADS"] = "1"  # for torch: two threads of a process wait for each other on busy cores
 
 

@@ -3,8 +3,6 @@
 import json
 import os
 import statistics
-import subprocess
-import sys
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -18,7 +16,8 @@ from scripts import ROOT, check_mistakes, run
 from toy import assert_equal, make_toy, train, weights
 
 from benchmarks.exact import send_to_itself, start_late
-from benchmarks.results import Results, draw
+from benchmarks.memory_profile import simulated_world
+from benchmarks.results import Results
 from forecast.modes import MODES as TABLE
 from forecast.prediction import ShardedPrediction
 from forecast.run_memory import gpt_specs
@@ -33,6 +32,8 @@ IN_PLACE = [name for name, mode in TABLE.items() if mode.in_place]
 OWN = [name for name, mode in TABLE.items() if mode.planned]
 MODES = [name for name in TABLE if name not in ("hybrid", "no_overlap")]
 PREDICTED = [name for name in MODES if TABLE[name].is_built]
+TRAINED = [*IN_PLACE, "adamw", "torch", "sharded", "bfloat16"]
+POINTS = ["after init", "wrapping", "after wrapping", "accumulating", "before step", "after step", "peak", "saving"]
 TIMED = [mode for mode in MODES if mode not in (*IN_PLACE, "fsdp2_reshard")]  # those send what others send
 
 
@@ -104,6 +105,11 @@ def test_git_ignores_the_results(tmp_path):
         assert "out*/\n" in file
 
 
+def test_a_simulated_rank_may_receive_without_sending():
+    with simulated_world(2):
+        dist.all_to_all_single(torch.empty(2), torch.empty(0), [1, 1], [0, 0])
+
+
 def check_memory(rows, modes, points):
     """Check that tensors take what was predicted, at every point."""
     assert [(row["mode"], row["point"]) for row in rows if row["mode"] in PREDICTED] == [
@@ -124,26 +130,36 @@ def undrawn_and_quick():
     faults.matrix_products_of_muon_are_zero()
 
 
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory):
-    """The folder of results of a run of all measures, without the library that draws."""
-    folder = tmp_path_factory.mktemp("everything")
-    flags = "--name=all", "--rounds=1", "--steps_per_turn=1", "--training_steps=3", "--grad_clip=0", "--bucket_mb=1"
-    process = run("bench.py", *flags, *SIZES, ranks=2, cwd=folder, before=undrawn_and_quick).succeeded()
+def measured(folder, *flags):
+    """The folder of results of a run without the library that draws."""
+    short = "--name=all", "--rounds=1", "--steps_per_turn=1", "--training_steps=3", "--grad_clip=0", "--bucket_mb=1"
+    process = run("bench.py", *short, *flags, *SIZES, ranks=2, cwd=folder, before=undrawn_and_quick).succeeded()
     assert ", then python -m benchmarks.results results/all\n" in process.stdout
     return folder / "results" / "all"
 
 
-def test_memory_at_each_point_of_a_step(everything):
-    points = ["after init", "wrapping", "after wrapping", "accumulating", "before step", "after step", "peak", "saving"]
-    rows = results(everything, "memory")
-    check_memory(rows, MODES, points)
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    return measured(tmp_path_factory.mktemp("everything"), f"--modes={','.join(TRAINED)}")
+
+
+@pytest.mark.slow("all modes; test_prediction has all flags, and the bytes are those of all modes", seconds=70)
+def test_every_mode_is_measured_by_default(tmp_path):
+    folder = measured(tmp_path)
+    check_memory(results(folder, "memory"), MODES, POINTS)
+    assert [row["mode"] for row in results(folder, "training")] == OWN
+
+
+def test_memory_at_each_point_of_a_step(everything, tmp_path):
+    others = "simple", "fsdp2", "fsdp2_reshard", "codecs", "plain_muon", "muon"
+    of_others = measured(tmp_path, "--what=memory", f"--modes={','.join(others)}")
+    rows = [*results(everything, "memory"), *results(of_others, "memory")]
+    check_memory(rows, (*TRAINED, *others), POINTS)
     total = {(row["mode"], row["point"]): row["total"] for row in rows}
     parameters = total["adamw", "after init"]
     expected = {"adamw": 5, "torch": 4, "simple": 4, "adamw_in_place": 4, "torch_in_place": 3, "sharded": 3, "bfloat16": 2.5}
     for mode, copies in {**expected, "fsdp2": 3.5, "fsdp2_reshard": 2}.items():
         assert total[mode, "accumulating"] / parameters == pytest.approx(copies, rel=0.02), mode
-    assert {row["mode"] for row in rows} == set(MODES)
     (whole,) = (row["gradients"] for row in rows if (row["mode"], row["point"]) == ("fsdp2", "accumulating"))
     assert whole == pytest.approx(parameters, rel=0.02), "FSDP2 keeps whole gradients between micro-steps"
     for row in rows:
@@ -158,7 +174,7 @@ def test_memory_at_each_point_of_a_step(everything):
 
 def test_the_same_training_in_every_mode(everything):
     rows = {row["mode"]: row for row in results(everything, "training")}
-    assert list(rows) == OWN
+    assert list(rows) == TRAINED
     for mode in (*IN_PLACE, "torch", "sharded"):  # two ranks, no clipping: bit for bit
         assert rows[mode]["losses"] == rows["adamw"]["losses"]
         assert rows[mode]["largest difference"] == 0
@@ -172,25 +188,16 @@ def test_the_same_training_in_every_mode(everything):
     assert peaks[0] > in_place[0] > peaks[2] > 0
     assert in_place[1] < peaks[1]
     assert rows["sharded"]["saved, %"] == pytest.approx(100 * (1 - peaks[2] / in_place[0]))
-    draw(everything)
-    for picture in ("memory.png", "training.png"):
-        assert (everything / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_rows_are_written_when_they_are_measured(tmp_path):
-    """The third mode fails. The table has the first two, and of the time one round."""
-    flags = "--name=cut", "--modes=adamw,sharded,torch", "--rounds=3", "--steps_per_turn=1", *SIZES
-    profiled, turns = (
-        ("benchmarks.memory_profile:MemoryProfile.measure", 2),
-        ("benchmarks.speed:TimedContender.turn", 8),
-    )
-    for what, method in (("memory", profiled), ("time", turns)):
-        fault = partial(faults.fails_later, *method)
-        process = run("bench.py", f"--what={what}", *flags, ranks=2, cwd=tmp_path, before=fault)
-        assert set(process.returncodes) == {1}
-        modes = [row["mode"] for row in results(tmp_path / "results" / "cut", what)]
-        assert list(dict.fromkeys(modes)) == (["adamw", "sharded"] if what == "memory" else ["adamw", "sharded", "torch"])
-    assert [len(row["rounds, ms"]) for row in results(tmp_path / "results" / "cut", "time")] == [1, 1, 1]
+    """The second round of two fails. The table has the first one."""
+    flags = "--what=time", "--name=cut", "--modes=adamw,sharded", "--rounds=2", "--steps_per_turn=1", *SIZES
+    fault = partial(faults.fails_later, "benchmarks.speed:TimedContender.turn", 5)  # the first round does not count
+    process = run("bench.py", *flags, ranks=2, cwd=tmp_path, before=fault)
+    assert set(process.returncodes) == {1}
+    rows = results(tmp_path / "results" / "cut", "time")
+    assert [(row["mode"], len(row["rounds, ms"])) for row in rows] == [("adamw", 1), ("sharded", 1)]
 
 
 def test_results_of_another_measure_stay(tmp_path):
@@ -204,8 +211,8 @@ def test_what_must_be_exact_computes_attention_in_one_order(tmp_path):
     (tmp_path / "script.py").write_text(
         "import torch.backends.cuda as cuda; print(cuda.flash_sdp_enabled(), cuda.math_sdp_enabled())"
     )
-    command = sys.executable, "-m", "benchmarks.exact", tmp_path / "script.py"
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "False True\n"
+    printed = run("benchmarks/exact.py", str(tmp_path / "script.py")).succeeded().stdout
+    assert printed == "False True\n"
 
 
 def trained_late():

@@ -6,9 +6,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from pretended_gpu import run_preloaded
 from scripts import ROOT
 
-from benchmarks.pretended_gpu import run_preloaded
 from model import GPT, GPTConfig, LossInChunks
 
 SIZES = GPTConfig(block_size=32, vocab_size=61, n_layer=2, n_head=2, n_embd=32)
@@ -147,7 +147,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forecast.activations import micro_step, predict
 from forecast.prediction import Workload
 from model import GPT, GPTConfig, SkipInitialization
-from benchmarks.pretended_gpu import DEVICE, PretendedGPU
+from tests.pretended_gpu import DEVICE, PretendedGPU
 
 class Inputs(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -173,12 +173,7 @@ print(json.dumps(found))
 @pytest.mark.slow("pretends a GPU; the loss of bfloat16 logits is in float32 on any device", seconds=30)
 def test_it_is_float32_under_autocast_on_a_gpu_and_its_memory_is_predicted():
     """GPT-2 124M, 12 sequences of 1024 tokens. CUDA's autocast leaves cross_entropy in bfloat16."""
-    try:
-        process = run_preloaded(["-c", ON_A_GPU], cwd=ROOT, capture_output=True)
-    except ValueError as error:
-        pytest.skip(str(error))
-    assert process.returncode == 0, process.stderr
-    for dtypes, live, predicted in json.loads(process.stdout).values():
+    for dtypes, live, predicted in json.loads(run_preloaded("-c", ON_A_GPU, cwd=ROOT)).values():
         assert dtypes == ["torch.float32"]
         assert live == pytest.approx(predicted, rel=1e-3)
 

@@ -26,7 +26,9 @@ PARTS = [
 def call(monkeypatch, capsys, tmp_path):
     """A function that calls bench-gpu with `PARTS` and returns its exit code, its lines by part, and its last line."""
     monkeypatch.chdir(tmp_path)
-    for name, value in {"parts": lambda *_: PARTS, "SLOWER": 1, "BUDGET_S": 90, "machine": lambda card: card}.items():
+    replaced = {"parts": lambda *_: PARTS, "SLOWER": 1, "BUDGET_S": 90, "machine": lambda card: card}
+    replaced["write_tokens"] = lambda: os.makedirs("out-bench", exist_ok=True)
+    for name, value in replaced.items():
         monkeypatch.setattr(gpu, name, value)
 
     def call(*named):
@@ -59,9 +61,7 @@ def test_a_second_call_goes_on_where_the_first_stopped(call):
     code, lines, _ = call("prints")
     assert (code, list(lines)) == (0, ["prints"]), "a part that is named runs again"
     with open("results/cpu/summary.txt") as file:
-        assert [line.split(" s  ")[0][:20].strip() for line in file if " s  " in line] == [part.name for part in PARTS[:4]] + [
-            "long"
-        ]
+        assert [line[:20].strip() for line in file if " s  " in line] == [part.name for part in PARTS]
     with open("results/cpu/hangs.txt") as file:
         assert file.read().endswith("\na row\n"), "what it had written is kept"
 
@@ -76,12 +76,8 @@ def test_an_unknown_part_is_refused(call, tmp_path):
 def test_the_archive_takes_the_smallest_files_first(call, monkeypatch):
     monkeypatch.setattr(gpu, "ARCHIVE_BYTES", 20_000)
     os.makedirs("out-bench/prints/profile")
-    for name, size in (
-        ("metrics.jsonl", 10),
-        ("profile/rank0.json.gz", 3000),
-        ("profile/memory.pickle", 20_000),
-        ("ckpt.pt", 5),
-    ):
+    sizes = {"metrics.jsonl": 10, "profile/rank0.json.gz": 3000, "profile/memory.pickle": 20_000, "ckpt.pt": 5}
+    for name, size in sizes.items():
         with open(f"out-bench/prints/{name}", "wb") as file:
             file.write(os.urandom(size))
     call("prints")

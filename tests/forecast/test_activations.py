@@ -4,6 +4,7 @@ The tracker sees no scratch memory of matrix products, and sums of two gradients
 Neither counts in the peaks that are compared with it. `test_malloc.py` compares both with what malloc gives out.
 """
 
+import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -25,8 +26,10 @@ PRECISIONS = {  # dtype of the computation, and of the weights
     "autocast": ("bfloat16", "float32"),
     "bfloat16 weights": ("bfloat16", "bfloat16"),
 }
-every_precision = pytest.mark.parametrize(("dtype", "param_dtype"), PRECISIONS.values(), ids=PRECISIONS)
-every_way = pytest.mark.parametrize("way", [(False, 0), (True, 0), (False, 100)], ids=["", "checkpointing", "loss_chunk"])
+WAYS = {"plain": (False, 0), "checkpointing": (True, 0), "loss_chunk": (False, 100)}
+COMBINED = [("float32", "plain"), ("bfloat16 weights", "plain"), ("autocast", "checkpointing"), ("autocast", "loss_chunk")]
+SLOW = pytest.mark.slow("other cases have the precision, and others the way", seconds=5)
+REST = [pytest.param(*pair, marks=SLOW) for pair in itertools.product(PRECISIONS, WAYS) if pair not in COMBINED]
 
 
 @pytest.fixture(autouse=True)
@@ -67,10 +70,10 @@ def tracked(workload, param_dtype):
     return saved, total("peak") - parameters
 
 
-@every_way
-@every_precision
-def test_predictions_for_two_and_three_layers_give_what_five_take(dtype, param_dtype, way):
-    workload = work(SIZES, dtype, way)
+@pytest.mark.parametrize(("precision", "way"), [*COMBINED, *REST])
+def test_predictions_for_two_and_three_layers_give_what_five_take(precision, way):
+    dtype, param_dtype = PRECISIONS[precision]
+    workload = work(SIZES, dtype, WAYS[way])
     predicted, (saved, peak) = predict(workload, param_dtype), tracked(workload, param_dtype)
     assert predicted == micro_step(*real_step(workload, param_dtype))
     assert predicted.saved == pytest.approx(saved, rel=0.01)
@@ -132,19 +135,6 @@ def test_live_bytes_counts_what_lies_where_a_storage_was_before_it_moved():
         assert live.now == 2 * 4000
 
 
-def test_autograd_adds_the_gradients_of_the_tied_embedding_in_place_under_autocast():
-    """Otherwise the first gradient is a view, and their sum is a third tensor. `test_malloc.py` measures both."""
-    tied = 4 * WIDE.vocab_size * WIDE.n_embd
-    for chunk, in_float32 in ((0, 3), (20, 2)):  # the gradient from forward is no view
-        copies = {
-            name: predict(work(WIDE, dtype, (False, chunk), batch_size=1), param_dtype).embedding / tied
-            for name, (dtype, param_dtype) in PRECISIONS.items()
-        }
-        assert copies == pytest.approx(
-            {"float32": in_float32, "autocast": 2, "bfloat16 weights": 1.5 if not chunk else 1}, rel=0.05
-        )
-
-
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_live_bytes_counts_the_sum_of_two_gradients_in_place_unless_the_first_is_kept(is_kept):
     weight, kept = torch.ones(1000, requires_grad=True), []
@@ -162,14 +152,13 @@ def test_live_bytes_counts_the_sum_of_two_gradients_in_place_unless_the_first_is
     assert torch.equal(weight.grad, torch.full((1000,), 5.0))
 
 
-@pytest.mark.parametrize("which", [lambda transposed: True, lambda transposed: transposed], ids=["all", "transposed"])
-def test_products_take_scratch_memory_on_some_cpus_and_none_on_a_gpu(monkeypatch, which):
+def test_products_take_scratch_memory_on_some_cpus_and_none_on_a_gpu(monkeypatch):
     def predicted(device_type):
         short = replace(WIDE, block_size=8)  # so that the largest product is the gradient of the tied embedding
         return predict(work(short, "bfloat16", device_type=device_type, batch_size=1), "float32")
 
     without = [predicted(device_type) for device_type in ("cpu", "cuda")]
-    monkeypatch.setattr("forecast.activations.multiplies_in_float32", which)
+    monkeypatch.setattr("forecast.activations.multiplies_in_float32", lambda transposed: transposed)
     on_cpu, on_gpu = (predicted(device_type) for device_type in ("cpu", "cuda"))
     assert on_gpu == without[1]
     assert on_cpu.saved == without[0].saved

@@ -1,5 +1,5 @@
 // Claims that there is one CUDA device. On a machine without one, fake tensors on cuda:0 then go the way of a GPU. Nothing can be
-// computed on it. benchmarks/pretended_gpu.py builds this, and preloads it, because PyTorch looks for devices only once.
+// computed on it. pretended_gpu.py builds this, and preloads it, because PyTorch looks for devices only once.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

@@ -8,7 +8,7 @@ import pytest
 from logged import MB, events, write_run
 
 import dashboard
-from run.lock import Lock
+from run.lock import take
 
 SECTIONS = ["Loss", "Throughput", "Memory", "Communication", "Checkpoints"]
 
@@ -78,9 +78,9 @@ def test_the_state_of_a_run(tmp_path):
     folder = write_run(tmp_path / "out")
     assert [state(state=known) for known in ("ended", "stopped", "failed")] == ["ended", "stopped", "failed"]
     assert state() == "", "an older file does not say it"
-    lock = Lock(folder)
+    lock = take(folder)
     assert state(state="running") == "running"
-    lock.release()
+    lock.close()
     assert state(state="running") == "killed"
     os.remove(os.path.join(folder, "run.lock"))  # a copy
     assert state(state="running") == "running", "it does not tell"

@@ -46,20 +46,18 @@ def test_tensorboard_has_every_figure_once(data, tmp_path):
     for key, values in expected.items():
         assert scalars[key] == pytest.approx(values, rel=1e-6), key
     assert {"run.json/text_summary", "sample/text/text_summary", "summary/text_summary"} <= set(texts)
-    run("train.py", *arguments, "--max_iters=2").succeeded()
-    assert sorted(shown(tmp_path / "tensorboard")[0]["iter/loss"]) == [0, 1, 2], "a new run in the folder"
 
 
 def test_an_error_does_not_end_the_run(tmp_path, capsys):
     pytest.importorskip("tensorboard", reason=MISSING)
     from run.sinks import TensorBoardRun
 
-    board = TensorBoardRun(str(tmp_path), 0, {"log_to": "tensorboard"})
+    board = TensorBoardRun(str(tmp_path), 0, {})
     board.log({"iter": 0, "a": math.nan, "b": 1.0})
-    board.sink.add_scalar = lambda *_: 1 / 0
+    board.client.add_scalar = lambda *_: 1 / 0
     for iteration in (1, 2):
         board.log({"iter": iteration, "a": 1.0})
-    board.finish({})
+    board.finish({}, 0)
     assert capsys.readouterr().out.count("WARNING: TensorBoard has stopped: division by zero; metrics.jsonl has all") == 1
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import pathlib
 from typing import Any, Literal
 
 from distributed.heartbeat import position
@@ -53,8 +52,6 @@ class Logger:
                     if event["iter"] == resume_at:  # TensorBoard hides what it has of this iteration
                         self._libraries[-1].log(event)
             self.file.rewind()
-            if resume_at is None:
-                pathlib.Path(out_dir, report.NAME).unlink(missing_ok=True)  # of the run that this one replaces
         except OSError as error:
             raise ValueError(f"cannot write to out_dir={out_dir}: {error}") from error
         _write_facts(out_dir, self.summary.facts)

@@ -23,7 +23,7 @@ from run.meter import Iteration, Lap
 from zero import ShardedGradScaler, stopwatch
 from zero.stopwatch import Stopwatch, awaited_collective
 
-FLAGS = ["--dropout=0.0", "--max_iters=8", "--eval_interval=4", "--sample_interval=6", FEW]
+FLAGS = ["--dropout=0.0", "--max_iters=8", "--eval_interval=4", "--sample_interval=6", "--eval_iters=1", FEW]
 TIMES = r"time/|throughput/|mfu|comm/exposed|checkpoint/.*_s$|memory/peak"
 
 

@@ -193,6 +193,15 @@ def test_a_run_that_has_reached_its_loss_before_it_starts_leaves_a_checkpoint(da
     assert [*evaluations] == [torch_load(tmp_path)["iter_num"]] == [0]
 
 
+def test_the_loss_of_the_training_split_ends_no_run(data, tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(data, folder)
+    np.random.default_rng(0).integers(29, size=1000, dtype=np.uint16).tofile(folder / "val.bin")
+    losses, evaluations, _ = train(tmp_path, folder, "--stop_at_val_loss=3.2")
+    assert min(train_loss for train_loss, _ in evaluations.values()) < 3.2 < min(val for _, val in evaluations.values())
+    assert max(losses) == 19
+
+
 def test_a_killed_and_resumed_run_counts_once(data, tmp_path):
     """Each iteration is a twentieth of a second longer. What the killed process did beyond its checkpoint is done again."""
     arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--eval_interval=4", "--keep_checkpoints=9"]

@@ -49,7 +49,7 @@ def test_a_sample_is_text_in_the_vocabulary_on_the_console_and_in_the_log(data, 
 def test_a_vocabulary_that_is_not_available_ends_the_run_at_its_start(data, tmp_path):
     shutil.copytree(data, tmp_path / "data")
     (tmp_path / "data" / "meta.pkl").unlink()  # now the tokens are GPT-2's
-    settings = [*SETTINGS, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}", "--max_iters=0"]
+    settings = [*SETTINGS, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}", "--max_iters=0", "--eval_iters=1"]
     without = partial(faults.without_module, "tiktoken")
     assert run("train.py", *settings, before=without).returncode == 0
     files = [tmp_path / name for name in ("metrics.jsonl", "run.json", "report.md", "ckpt.pt")]

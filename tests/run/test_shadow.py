@@ -9,7 +9,7 @@ import faults
 import pytest
 import torch
 from ranks import run_ranks
-from scripts import run, torch_load, train
+from scripts import FEW, run, torch_load, train
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from toy import assert_equal
 
@@ -54,7 +54,7 @@ def test_the_shadow_of_an_exact_run_is_bit_identical_and_leaves_no_trace(data, t
 
 
 def test_clipping_rounds(data, tmp_path):
-    line = verdict(train(tmp_path, data, "--max_iters=5", "--shadow_check=4", ranks=3)[2])
+    line = verdict(train(tmp_path, data, "--max_iters=4", "--shadow_check=4", "--gradient_accumulation_steps=3", ranks=3)[2])
     assert 0 < float(re.search(r"the largest difference from plain AdamW is (\S+), in transformer\.\S+$", line)[1]) < 1e-5
 
 
@@ -79,9 +79,9 @@ def test_the_shadow_skips_the_updates_that_the_run_skips(data, tmp_path, dtype):
 
 def test_a_resumed_run_and_its_shadow_begin_at_the_same_checkpoint(data, tmp_path):
     """The run ends before the check does."""
-    flags = "--grad_clip=0.0", "--checkpoint_format=sharded"
-    train(tmp_path, data, *flags, "--max_iters=5", ranks=3)
-    resumed = train(tmp_path, data, *flags, "--max_iters=7", "--init_from=resume", "--shadow_check=100", ranks=2)
+    flags = "--grad_clip=0.0", "--checkpoint_format=sharded", FEW
+    train(tmp_path, data, *flags, "--max_iters=1", ranks=2)
+    resumed = train(tmp_path, data, *flags, "--max_iters=3", "--init_from=resume", "--shadow_check=100", ranks=2)
     assert verdict(resumed[2]) == f"shadow check: after 2 iterations, all 15 parameters are {EXACT}"
 
 

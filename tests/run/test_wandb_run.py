@@ -100,8 +100,7 @@ def test_an_offline_run_has_every_figure_of_metrics_jsonl(line, tmp_path, wandb_
     samples = [[row["iter"], row.pop("sample/text")] for row in expected if "sample/text" in row]
     assert [row["iter"] for row in expected] == list(range(9)), "the last one about the last checkpoint"
     assert {"val/loss", "iter/loss"} <= expected[5].keys()
-    assert [row["iter"] for row in found if row.pop("sample/text", None)] == [0, 5]
-    assert found == expected
+    assert [{key: value for key, value in row.items() if not key.startswith("sample/text")} for row in found] == expected
     folder = only(wandb_folder)
     tables = [json.loads(file.read_text()) for file in (folder / "files" / "media" / "table").rglob("*.json")]
     assert all(table["columns"] == ["iter", "text"] for table in tables)

@@ -28,7 +28,7 @@ def ranges(events, beginning):
 
 def test_the_trace_has_every_phase_of_the_iterations_after_the_first_ones_and_allocations(data, tmp_path):
     """Three micro-steps per iteration on each rank; only the last backward communicates. Each update is in its phase."""
-    flags = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=10", "--eval_interval=100", "--n_layer=1"]
+    flags = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=10", "--eval_interval=100", "--bucket_mb=0.03"]
     disturbed = {"ranks": 2, "before": faults.collects_garbage_after_the_profile}
     printed = run("train.py", *SETTINGS, *flags, "--profile=True", **disturbed).succeeded().stdout
     assert sorted(os.listdir(tmp_path / "profile")) == ["rank0.json.gz", "rank1.json.gz"]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import resource
 from unittest import mock
 
@@ -16,7 +15,7 @@ CONFIG = {"wandb_log": False, "implementation": "sharded", "eval_interval": 5}
 
 
 def make(folder, resume_at=None):
-    return Logger(folder and str(folder), resume_at, CONFIG)
+    return Logger(str(folder), resume_at, CONFIG)
 
 
 def lines(folder):
@@ -108,18 +107,6 @@ def test_run_json_lists_what_a_resumed_run_has_changed(tmp_path):
         assert parts(30, "adamw") == [(30, "adamw", 2)]
 
 
-def test_run_json_says_how_the_run_has_ended(tmp_path):
-    def facts():
-        return json.loads((tmp_path / "run.json").read_text())
-
-    for state in ("ended", "stopped", "failed"):
-        log = make(tmp_path)
-        before = facts()
-        assert before["state"] == "running"
-        log.finish(state)
-        assert facts() == before | {"state": state}
-
-
 def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):
     def picked(call):
         return {key: call.call_args[0][0][key] for key in expected}
@@ -145,14 +132,6 @@ def test_alerts_go_to_the_file_and_to_wandb(tmp_path, wandb):
     log.alert("Loss not finite", "at iteration 3", 3)
     assert lines(tmp_path) == [{"iter": 3, "warning": "Loss not finite: at iteration 3"}]
     log.wandb.alert.assert_called_once_with("Loss not finite", "at iteration 3")
-
-
-def test_without_a_folder_there_is_no_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    log = make(None)
-    log.log({"iter": 1})
-    log.finish()
-    assert not os.listdir(tmp_path)
 
 
 def test_a_full_disk_is_mentioned_once_and_tears_no_line(tmp_path, capsys):

@@ -228,7 +228,6 @@ class Runs(dict):
         "one": (0, [], run),
         "adamw": (2, ["--use_zero1=False"], run),
         "sharded3": (3, [], run),
-        "gradients": (2, ["--shard_gradients=True"], run),
         "adamw unclipped": (2, ["--use_zero1=False", "--grad_clip=0.0"], run),
         "torch unclipped": (2, ["--zero1_impl=torch", "--grad_clip=0.0"], run),
         "sharded unclipped": (2, ["--grad_clip=0.0"], run_for_real),

@@ -10,7 +10,7 @@ from functools import partial
 import faults
 import pytest
 import torch
-from scripts import SETTINGS, run, torch_load, train
+from scripts import FEW, SETTINGS, run, torch_load, train
 
 from model import GPT, GPTConfig
 from zero.checkpoint.__main__ import main
@@ -23,7 +23,7 @@ def test_a_checkpoint_that_cannot_be_written_in_the_background(data, tmp_path):
     torch.save({**torch_load(tmp_path), "iter_num": 1996}, tmp_path / "ckpt.pt")
     process = run(
         *("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--init_from=resume", "--eval_interval=2000"),
-        *("--async_save=True", "--max_iters=2014"),
+        *("--async_save=True", "--max_iters=2014", FEW),
         limit=100_000,
     )
     assert process.returncode == 1, process.stderr

@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be(tmp_path):
 def test_eval_only_changes_nothing(data, tmp_path):
     """This holds also in a folder that cannot be written to and that another run uses."""
     out = tmp_path / "out"
-    _, evaluations, _ = train(out, data, "--max_iters=5")
+    _, evaluations, _ = train(out, data, FEW, "--max_iters=5")
     (out / "ckpt_prev.pt").replace(out / "ckpt.pt")  # of the evaluation at iteration 5; the other one is of the end
     (out / "ckpt.pt.tmp").write_bytes(b"being written")
     lock = take(str(out))

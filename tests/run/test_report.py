@@ -244,7 +244,7 @@ def test_a_run_that_ends_with_an_error_says_so_in_its_card(data, tmp_path):
 
 def test_a_run_that_fails_has_a_card_with_its_last_warning(data, tmp_path):
     diverging = ["--learning_rate=1e30", "--grad_clip=0.0", "--warmup_iters=0"]
-    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *diverging)
+    process = run("train.py", *SETTINGS, FEW, f"--dataset={data}", f"--out_dir={tmp_path}", *diverging)
     assert process.returncode == 1
     rows, title = card(tmp_path)
     assert re.fullmatch(r"failed before iteration \d+, see the last warning", title)

@@ -5,7 +5,7 @@ from functools import partial
 
 import faults
 import pytest
-from scripts import SETTINGS, events_of, run
+from scripts import FEW, SETTINGS, events_of, run
 
 MISSING = "tensorboard is not installed: pip install -e '.[dev]'"
 
@@ -32,7 +32,7 @@ def numbers(folder):
 def test_tensorboard_has_every_figure_once(data, tmp_path):
     """The first process has gone on to iteration 12 when the second one begins at the checkpoint of 10."""
     pytest.importorskip("tensorboard", reason=MISSING)
-    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--log_to=tensorboard", "--keep_checkpoints=2"]
+    arguments = [*SETTINGS, FEW, f"--dataset={data}", f"--out_dir={tmp_path}", "--log_to=tensorboard", "--keep_checkpoints=2"]
     first = run("train.py", *arguments, "--max_iters=12", "--sample_interval=5").succeeded()
     assert f"TensorBoard: tensorboard --logdir={tmp_path}\n" in first.stdout
     os.replace(tmp_path / "ckpt_00000010.pt", tmp_path / "ckpt.pt")

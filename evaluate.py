@@ -148,8 +148,7 @@ def record(checkpoint: dict[str, Any], results: dict[str, float]) -> None:
             run = WandbRun({**json.load(file), "wandb_log": True}, checkpoint["wandb_run_id"])
         for event in MetricsFile(out_dir, sys.maxsize, evaluates=False).kept() if run.lacks_history else ():
             run.log(event)
-        run.summarize(results)
-        run.finish()
+        run.finish(results)
 
 
 launch = launched()

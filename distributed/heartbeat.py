@@ -1,4 +1,4 @@
-"""The position of this process in a run: the training code sets it, the watchdog and the log read it."""
+"""The position of the main thread in a run: the training code sets it, the watchdog's thread and the log read it."""
 
 import time
 from collections.abc import Iterator
@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 
 class Position:
-    """The position of the main thread of this process. The training code sets it, and the watchdog's thread reads it."""
-
     def __init__(self) -> None:
         self.iteration = -1  # -1: the training has not begun
         self.doing = ""  # for example "backward"

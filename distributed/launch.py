@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """The place of this process among the ranks of a run."""
-
     distributed: bool = False  # False: a single process without torchrun
     rank: int = 0
     local_rank: int = 0  # rank among the processes of this machine

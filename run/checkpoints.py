@@ -8,15 +8,14 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from distributed.heartbeat import position
 from distributed.ranks import on_rank_0, print0
 from distributed.signals import Action
-from run import earlier
-from run.lock import Lock, read_holder
+from run import earlier, lock
 from run.logger import Logger
 from zero import checkpoint as ckpt
 from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport
@@ -84,7 +83,7 @@ class Checkpoints:
         self._format = settings["checkpoint_format"]
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
         self.newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
-        self._lock: Lock | None = None  # on rank 0
+        self._lock: TextIO | None = None  # on rank 0
         self.loaded_from = ""  # path of the checkpoint from which the run resumes
         self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
         self._writer: CheckpointWriter  # set by `claim`
@@ -160,12 +159,15 @@ class Checkpoints:
         is_due = self.newest is None or (self.always and self.newest != iteration)
         return Action.SAVE if is_end and is_due else Action.CONTINUE
 
-    def report(self, log: Logger, required: bool = False) -> bool:
-        """Print and log the results of the saves that have ended since the last call.
+    def report(self, log: Logger, at_end: bool = False) -> bool:
+        """Print and log the results of the saves that have ended since the last call; `at_end`, wait for the one in progress.
 
-        Return whether the run must end because of a failed save; with `required`, the last one must have succeeded. Only rank 0
+        Return whether the run must end because of a failed save; `at_end`, the last one must have succeeded. Only rank 0
         knows: the others return False.
         """
+        if at_end:
+            with position.at("saving the checkpoint", patient=True):
+                self._writer.wait()
         for outcome in self._writer.outcomes() if is_rank_0() else ():
             blocked_s, self.error = self._blocked_s.popleft(), None
             if not isinstance(outcome, SaveReport):
@@ -184,12 +186,7 @@ class Checkpoints:
                     "checkpoint/bytes": outcome.nbytes,
                 }
             )
-        return isinstance(self.error, DivergedError) or (required and self.error is not None)
-
-    def wait(self) -> None:
-        """Wait until the save in progress has ended."""
-        with position.at("saving the checkpoint", patient=True):
-            self._writer.wait()
+        return isinstance(self.error, DivergedError) or (at_end and self.error is not None)
 
     def explain_failure(self, diverged: bool) -> None:
         """Print on stderr which checkpoint a failed run leaves in the folder. Only rank 0 prints."""
@@ -217,7 +214,7 @@ class Checkpoints:
 
     def _check_shared(self) -> None:
         """Check that all ranks see the folder of rank 0, by the text of its lock."""
-        held = gather_objects(read_holder(self.folder))
+        held = gather_objects(lock.read_holder(self.folder))
         blind = [rank for rank, text in enumerate(held) if text != held[0]]
         if blind:
             raise ValueError(
@@ -242,5 +239,5 @@ class Checkpoints:
 
     def _take_lock(self) -> None:
         if self._lock is None:
-            self._lock = Lock(self.folder)
+            self._lock = lock.take(self.folder)
             earlier.put_back(self.folder)

@@ -120,14 +120,14 @@ class Run:
             with self.checkpoints.without_earlier_run():
                 self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
             atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
-            state.wandb_run_id = self.log.run.id or state.wandb_run_id
+            state.wandb_run_id = self.log.wandb.id or state.wandb_run_id
         how = raw_model.activation_checkpointing, raw_model.loss_chunk, config["compile"]
         workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, *how)
         self.memory = Memory(self.log, model, optimizer, workload, flags.shard_gradients, self.micro_steps)
         if isinstance(optimizer, ShardedOptimizer):
             self.profiler.wait = optimizer.synchronize
-        flops, max_iters = raw_model.flops_per_token(), config["max_iters"]
-        self.meter = Meter(self.memory, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s)
+        of_run = self.tokens_per_iter, raw_model.flops_per_token(), state.iter_num, config["max_iters"], state.elapsed_s
+        self.meter = Meter(self.memory, self.dtype, *of_run)
         self.signals = Signals()
         self.guard = Guard(optimizer, scaler, config["max_nonfinite"], self.log.alert)
         self.shadow.follow(optimizer, scaler, config["max_nonfinite"], autocast, self.micro_steps, config["grad_clip"])
@@ -257,9 +257,8 @@ class Run:
         """End all ranks: exit code 0, or 1 if the training or its last checkpoint has failed."""
         self.read_figures()
         self.shadow.finish()
-        self.checkpoints.wait()
         self.guard.report(self.state.iter_num - 1)
-        must_fail = self.checkpoints.report(self.log, required=True) or self.guard.failed
+        must_fail = self.checkpoints.report(self.log, at_end=True) or self.guard.failed
         failed = self.signals.agree(Action.FAIL if must_fail else Action.CONTINUE) == Action.FAIL
         if failed:
             self.checkpoints.explain_failure(diverged=self.guard.failed)

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from contextlib import suppress
+from typing import TextIO
 
 NAME = "run.lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by network file systems without locks
@@ -33,8 +34,8 @@ def read_holder(folder: str) -> str:
     return ""
 
 
-class Lock:
-    """A lock that this process holds from construction until `release`, or until the process ends for any reason.
+def take(folder: str) -> TextIO:
+    """Lock a folder until the file that this returns is closed, or until this process ends for any reason.
 
     The kernel ties the lock to the open file. The file stays in the folder, because a process that removed it could remove the
     file of the next run. The text in the file is for people. It has no meaning after the end of the run. Child processes
@@ -43,35 +44,32 @@ class Lock:
     Raises ValueError if another run holds the lock, or the folder cannot be created or written to.
     """
 
-    def __init__(self, folder: str) -> None:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            self._file = open(os.path.join(folder, NAME), "a+")
-            if not self._take():
-                time.sleep(0.2)  # `is_held` takes the lock for a moment; another run may not have written its text yet
-                if not self._take():
-                    holder = read_holder(folder) or "its process is unknown"
-                    raise ValueError(
-                        f"out_dir={folder} is in use by another run: {holder}; wait until it ends, or use another --out_dir"
-                    )
-            self._file.truncate(0)
-            since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
-            self._file.flush()
-        except OSError as error:
-            raise ValueError(f"cannot write to out_dir={folder}: {error}") from error
+    try:
+        os.makedirs(folder, exist_ok=True)
+        file = open(os.path.join(folder, NAME), "a+")
+        if not _lock(file):
+            time.sleep(0.2)  # `is_held` takes the lock for a moment; another run may not have written its text yet
+            if not _lock(file):
+                holder = read_holder(folder) or "its process is unknown"
+                raise ValueError(
+                    f"out_dir={folder} is in use by another run: {holder}; wait until it ends, or use another --out_dir"
+                )
+        file.truncate(0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
+        file.flush()
+    except OSError as error:
+        raise ValueError(f"cannot write to out_dir={folder}: {error}") from error
+    return file
 
-    def release(self) -> None:
-        """Release the lock, so that another run can write to the folder."""
-        self._file.close()
 
-    def _take(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            print(f"WARNING: {self._file.name} cannot be locked: {error}; make sure no other run uses this folder", flush=True)
-        return True
+def _lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        print(f"WARNING: {file.name} cannot be locked: {error}; make sure no other run uses this folder", flush=True)
+    return True

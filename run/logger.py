@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import pathlib
 from typing import Any, Literal
 
 from distributed.heartbeat import position
@@ -34,8 +33,8 @@ class Logger:
         self._is_finished = False
         self.file: MetricsFile | None = None
         if out_dir is None or not is_rank_0():
-            self.summary, self.run, self._tensorboard = Summary(config), WandbRun(config), TensorBoardRun(None, 0, config)
-            self._sinks: list[WandbRun | TensorBoardRun | MetricsFile] = [self.run, self._tensorboard]
+            self.summary, self.wandb = Summary(config), WandbRun(config)
+            self._libraries: list[WandbRun | TensorBoardRun] = [self.wandb]
             return
         self.summary = Summary(_all_facts(out_dir, config, resume_at))
         try:
@@ -43,19 +42,18 @@ class Logger:
             self.file = MetricsFile(out_dir, resume_at, evaluates)
             for event in self.file.kept():
                 self.summary.add(event)
-            self.run = WandbRun(config, run_id)  # wrong settings end the run before the file is cut
-            for event in self.file.kept() if self.run.lacks_history else ():
-                self.run.log(event)
-            self._tensorboard = TensorBoardRun(out_dir, resume_at or 0, config)
-            for event in map(event_of, self.file.late):
-                if event["iter"] == resume_at:  # TensorBoard hides what it has of this iteration
-                    self._tensorboard.log(event)
+            self.wandb = WandbRun(config, run_id)  # wrong settings end the run before the file is cut
+            for event in self.file.kept() if self.wandb.lacks_history else ():
+                self.wandb.log(event)
+            self._libraries = [self.wandb]
+            if config.get("log_to") == "tensorboard":
+                self._libraries.append(TensorBoardRun(out_dir, resume_at or 0, config))
+                for event in map(event_of, self.file.late):
+                    if event["iter"] == resume_at:  # TensorBoard hides what it has of this iteration
+                        self._libraries[-1].log(event)
             self.file.rewind()
-            if resume_at is None:
-                pathlib.Path(out_dir, report.NAME).unlink(missing_ok=True)  # of the run that this one replaces
         except OSError as error:
             raise ValueError(f"cannot write to out_dir={out_dir}: {error}") from error
-        self._sinks = [self.run, self._tensorboard, self.file]
         _write_facts(out_dir, self.summary.facts)
 
     def log(self, event: dict[str, Any], line: str | None = None) -> None:
@@ -67,10 +65,12 @@ class Logger:
             return
         event = {"iter": max(0, position.iteration), **event}
         self.summary.add(event)
-        for sink in self._sinks:
-            sink.log(event)
+        for library in self._libraries:
+            library.log(event)
+        if self.file:
+            self.file.log(event)
         if "val/loss" in event:
-            self.run.summarize(self.summary.figures())
+            self.wandb.summarize(self.summary.figures())
         if line is not None:
             print0(line)
 
@@ -80,7 +80,7 @@ class Logger:
 
     def alert(self, title: str, text: str, iteration: int) -> None:
         """Log a warning that has been printed, and send it as an alert through wandb, if there is a run."""
-        self.run.alert(title, text)
+        self.wandb.alert(title, text)
         self.log({"iter": iteration, "warning": f"{title}: {text}"})
 
     def finish(self, state: Literal["ended", "stopped", "failed"] = "ended", outcome: str = "") -> None:
@@ -97,10 +97,9 @@ class Logger:
             _write_facts(self.file.folder, self.summary.facts | {"state": state})
             if outcome:
                 report.write(outcome, self.summary)
-        self._tensorboard.finish(self.summary.figures())
         with position.at("ending the wandb run", patient=True):
-            self.run.summarize(self.summary.figures())
-            self.run.finish(int(state == "failed"))
+            for library in self._libraries:
+                library.finish(self.summary.figures(), int(state == "failed"))
 
 
 def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> dict[str, Any]:

@@ -33,18 +33,19 @@ class Meter:
     Args:
         memory: has the logger, which receives the metrics.
         tokens_per_iter: of all ranks together.
+        first, last: numbers of the first iteration of this process and of the last one of the run.
         elapsed_s: wall time of the run before this process.
     """
 
     _WARM_UP = 5  # number of first iterations that do not count for the MFU
 
     def __init__(
-        self, memory: Memory, dtype: str, tokens_per_iter: int, flops_per_token: float, max_iters: int, elapsed_s: float
+        self, memory: Memory, dtype: str, tokens_per_iter: int, flops_per_token: float, first: int, last: int, elapsed_s: float
     ) -> None:
         self.log, self.memory, self.device = memory.log, memory, memory.device
         self.tokens_per_iter = tokens_per_iter
         self.flops_per_iter = flops_per_token * tokens_per_iter / launched().world_size  # of one rank
-        self.max_iters, self._elapsed_before = max_iters, elapsed_s
+        self._first, self._last, self._elapsed_before = first, last, elapsed_s
         self.peak_flops = machine.peak_flops(self.device, machine.DTYPES[dtype])  # FLOP/s of this rank
         if self.device.type == "cuda":  # the large matrices do not belong to the memory of the run
             torch.cuda.empty_cache()
@@ -53,11 +54,10 @@ class Meter:
         self._mfu: dict[str, float] = {}  # running mean in percent, as in nanoGPT; empty if not measured yet
         self._communication = CommunicationMeter(self.memory.model, self.memory.optimizer)
         self._phases = Stopwatch()
-        self._iterations = 0  # number of iterations since construction
         self._last_interval = -1  # number of the last interval that was measured
         self._is_measured = False  # whether this iteration is measured
         self._waited_for: set[str] = set()  # kinds of collectives that the run has used
-        self._begin, self._timed, self._sent = mark(self.device), 0, self._communication.sent_bytes()  # of the current lap
+        self._begin, self._in_lap, self._sent = mark(self.device), 0, self._communication.sent_bytes()  # of the current lap
         self._started = time.perf_counter()
 
     def restart(self) -> None:
@@ -73,8 +73,7 @@ class Meter:
         self._is_measured = is_logged and iteration // INTERVAL > self._last_interval
         if self._is_measured:
             self._last_interval = iteration // INTERVAL
-        self._iterations += 1
-        self._timed += 1
+        self._in_lap += 1
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -99,7 +98,7 @@ class Meter:
             return Iteration(number, reading, lr, tokens)
         lap = self._end_lap()
         over_ranks = self._over_ranks(reading.read().loss_of_rank, lap) if self._is_measured else {}
-        return Iteration(number, reading, lr, tokens, lap, over_ranks, self._iterations, self.memory.peak())
+        return Iteration(number, reading, lr, tokens, lap, over_ranks, self.memory.peak())
 
     def log_iteration(self, ended: "Iteration") -> None:
         """Log the metrics of an iteration, for which the host waits. Call it on rank 0.
@@ -109,7 +108,8 @@ class Meter:
         assert ended.lap is not None
         figures, (phases, waited) = ended.figures.read(), ended.lap.read()
         seconds, sent = phases["lap"] / 1000, ended.lap.sent
-        if ended.iterations > self._WARM_UP:
+        made = ended.number - self._first + 1  # iterations of this process
+        if made > self._WARM_UP:
             mfu = self.flops_per_iter / seconds / self.peak_flops * 100
             self._mfu = {"mfu": 0.9 * self._mfu.get("mfu", mfu) + 0.1 * mfu}
         self._waited_for |= waited.keys()
@@ -124,7 +124,7 @@ class Meter:
             "throughput/tokens_per_second": tokens_per_s,
             "throughput/tokens_per_second_per_rank": tokens_per_s / world_size,
             "throughput/tflops_per_rank": self.flops_per_iter / seconds / 1e12,
-            "throughput/eta_hours": (self.max_iters - ended.number) * self._own_s() / ended.iterations / 3600,
+            "throughput/eta_hours": (self._last - ended.number) * self._own_s() / made / 3600,
             "time/elapsed_s": self.elapsed_s(),
             "time/step_ms": seconds * 1000,
             "time/data_ms": phases["data"],
@@ -136,8 +136,8 @@ class Meter:
                 "comm/exposed_ms": exposed_ms,
                 **{EXPOSED_KEYS[kind]: waited.get(kind, 0.0) for kind in KINDS if kind in self._waited_for},
                 "comm/exposed_percent": exposed_ms / (seconds * 1000) * 100,
-                "comm/sent_mb_per_step": sum(sent.values()) / ended.lap.iterations / 1e6,
-                **{SENT_KEYS[kind]: sent[kind] / ended.lap.iterations / 1e6 for kind in KINDS if self._sent[kind]},
+                "comm/sent_mb_per_step": sum(sent.values()) / ended.lap.length / 1e6,
+                **{SENT_KEYS[kind]: sent[kind] / ended.lap.length / 1e6 for kind in KINDS if self._sent[kind]},
             }
         percent = f"{event['mfu']:.2f}%" if self._mfu else "n/a"
         peak_of = "tensors" if self.device.type == "cuda" else "process"
@@ -195,22 +195,22 @@ class Meter:
         end, sent = mark(self.device), self._communication.sent_bytes()
         self._phases.add("lap", self._begin, end)
         since = {kind: count - self._sent[kind] for kind, count in sent.items()}
-        lap = Lap(self._timed, self._phases.take(), self._communication.waits.take(), since)
-        self._begin, self._timed, self._sent = end, 0, sent  # the time of logging is part of the next iteration
+        lap = Lap(self._in_lap, self._phases.take(), self._communication.waits.take(), since)
+        self._begin, self._in_lap, self._sent = end, 0, sent  # the time of logging is part of the next iteration
         return lap
 
 
 class Lap(NamedTuple):
     """What a rank has spent in some iterations."""
 
-    iterations: int
+    length: int  # number of iterations
     phases: Stopwatch  # by phase of an iteration; "memory": its measurement; "lap": all of it
     waits: Stopwatch  # by kind of collective
     sent: dict[str, int]  # bytes by kind of collective
 
     def read(self) -> tuple[defaultdict[str, float], dict[str, float]]:
         """Return the means over the iterations in ms: by phase, and waits by kind. Waits until the device has ended the lap."""
-        phases, waits = ({name: ms / self.iterations for name, ms in of.read_ms().items()} for of in (self.phases, self.waits))
+        phases, waits = ({name: ms / self.length for name, ms in of.read_ms().items()} for of in (self.phases, self.waits))
         return defaultdict(float, phases), {kind: ms for kind, ms in waits.items() if kind in KINDS}
 
 
@@ -223,5 +223,4 @@ class Iteration(NamedTuple):
     tokens: int  # that all ranks together have seen
     lap: Lap | None = None  # since the last one that was logged; None: it is not logged
     over_ranks: dict[str, float] = {}  # metrics that compare the ranks, if it is measured
-    iterations: int = 0  # number of iterations since construction
     peak: int = 0  # bytes

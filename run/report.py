@@ -49,6 +49,8 @@ def rows(summary: Summary) -> dict[str, str]:
     commit, _, dirty = (facts.get("git_commit") or "").partition("-")
     tokens, elapsed_s, saved_mb = (known.get(key, 0) for key in ("iter/tokens", "time/elapsed_s", "memory/saved_mb"))
     medians = f" (medians since iteration {summary.medians_from:,})" if summary.medians_from else " (medians)"
+    if summary.timed <= summary.medians_from:
+        medians = " (of the first iteration alone, which takes longer than later ones)"
     optimizer = facts["optimizer"]
     plain = f"{optimizer} with DistributedDataParallel" if facts["parts"][-1]["world_size"] > 1 else f"plain {optimizer}"
     less = f", {size(abs(saved_mb) * 1e6)} {'less' if saved_mb > 0 else 'more'} than {plain}" if saved_mb else ""

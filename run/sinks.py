@@ -98,18 +98,18 @@ def _fits(key: str, value: Any) -> bool:
 
 
 def while_it_works(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a method that does nothing without `sink`, the object of a library that takes the metrics.
+    """Return a method that does nothing without `client`, the object of a library that takes the metrics.
 
-    If the method raises, a line says so, and the training goes on without the sink.
+    If the method raises, a line says so, and the training goes on without the client.
     """
 
     @wraps(method)
     def call(self: Any, *arguments: Any) -> None:
-        if self.sink is not None:
+        if self.client is not None:
             try:
                 method(self, *arguments)
             except Exception as error:
-                self.sink = None
+                self.client = None
                 print0(f"WARNING: {self.name} has stopped: {_first_line(error)}; metrics.jsonl has all figures")
 
     return call
@@ -120,7 +120,7 @@ def _first_line(error: Exception) -> str:
 
 
 class TensorBoardRun:
-    """Writes the events of a run to `out_dir/tensorboard`, if there is a folder and the settings ask for it.
+    """Writes the events of a run to `out_dir/tensorboard`.
 
     Args:
         resume_at: iteration at which the run continues; TensorBoard hides what is there from it on. 0: a new run.
@@ -130,18 +130,15 @@ class TensorBoardRun:
     """
 
     name = "TensorBoard"
-    sink: Any = None  # a SummaryWriter
 
-    def __init__(self, out_dir: str | None, resume_at: int, config: dict[str, Any]) -> None:
-        if out_dir is None or config.get("log_to") != "tensorboard":
-            return
+    def __init__(self, out_dir: str, resume_at: int, config: dict[str, Any]) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(f"log_to=tensorboard needs tensorboard ({error}); pip install tensorboard") from error
-        self.sink = SummaryWriter(os.path.join(out_dir, TENSORBOARD), purge_step=resume_at, flush_secs=5)
+        self.client: Any = SummaryWriter(os.path.join(out_dir, TENSORBOARD), purge_step=resume_at, flush_secs=5)
         text = json.dumps(config, indent=1).replace("\n", "\n    ")  # four spaces: code in markdown
-        self.sink.add_text("run.json", f"    {text}", resume_at)
+        self.client.add_text("run.json", f"    {text}", resume_at)
         print0(f"TensorBoard: tensorboard --logdir={out_dir}")
 
     @while_it_works
@@ -149,16 +146,16 @@ class TensorBoardRun:
         """Write an event."""
         for key, value in event.items():
             if isinstance(value, str):
-                self.sink.add_text(key, value, event["iter"])
+                self.client.add_text(key, value, event["iter"])
             elif key != "iter" and value is not None:
-                self.sink.add_scalar(key, value, event["iter"])
+                self.client.add_scalar(key, value, event["iter"])
 
     @while_it_works
-    def finish(self, figures: dict[str, float]) -> None:
+    def finish(self, figures: dict[str, float], _: int) -> None:
         """Write the figures of the whole run as a text, and close the file."""
         lines = [f"| {name} | {figure:.6g} |" for name, figure in figures.items() if math.isfinite(figure)]
-        self.sink.add_text("summary", "\n".join(["| | |", "|---|---|", *lines]))
-        self.sink.close()
+        self.client.add_text("summary", "\n".join(["| | |", "|---|---|", *lines]))
+        self.client.close()
 
 
 class WandbRun:
@@ -175,7 +172,7 @@ class WandbRun:
     """
 
     name = "wandb"
-    sink: Any = None  # wandb's run
+    client: Any = None  # wandb's run
 
     def __init__(self, config: dict[str, Any], run_id: str | None = None) -> None:
         self.id: str | None = None  # of the run
@@ -194,7 +191,7 @@ class WandbRun:
             print0(f"WARNING: wandb does not start: {_first_line(error)}; training goes on, metrics.jsonl has all figures")
             return
         if not run.disabled:
-            self._wandb, self.sink, self.id = wandb, run, run.id
+            self._wandb, self.client, self.id = wandb, run, run.id
             self._first = run.starting_step  # the server has earlier rows, which stay as they are
             self.lacks_history = run.offline and run_id is not None
             self._samples = wandb.Table(columns=["iter", "text"], log_mode="INCREMENTAL")
@@ -211,20 +208,21 @@ class WandbRun:
         if "sample/text" in event:
             self._samples.add_data(event["iter"], event["sample/text"])
             row["sample/text"] = self._samples
-        self.sink.log(row, step=self._newest)
+        self.client.log(row, step=self._newest)
 
     @while_it_works
     def alert(self, title: str, text: str) -> None:
         """Send an alert, which wandb forwards by e-mail or Slack."""
-        self.sink.alert(title, text)
+        self.client.alert(title, text)
 
     @while_it_works
     def summarize(self, values: dict[str, Any]) -> None:
         """Set figures that describe the whole run."""
-        self.sink.summary.update(values)
+        self.client.summary.update(values)
 
-    def finish(self, exit_code: int = 0) -> None:
-        """End the run, which wandb shows as failed if the code is not 0. Waits a minute for wandb."""
+    def finish(self, figures: dict[str, float], exit_code: int = 0) -> None:
+        """Set these figures and end the run, which wandb shows as failed if the code is not 0. Waits a minute for wandb."""
+        self.summarize(figures)
         self._finish(exit_code)
         if self.id is not None:
             with suppress(Exception, SystemExit):  # wandb's process may be dead; its own hook would print a traceback
@@ -232,7 +230,7 @@ class WandbRun:
 
     @while_it_works
     def _finish(self, exit_code: int) -> None:
-        self.sink.finish(exit_code)
+        self.client.finish(exit_code)
 
 
 def _start(wandb: Any, config: dict[str, Any], run_id: str | None) -> Any:
@@ -242,10 +240,8 @@ def _start(wandb: Any, config: dict[str, Any], run_id: str | None) -> Any:
         "project": ("WANDB_PROJECT", config["wandb_project"]),
         "group": ("WANDB_RUN_GROUP", group),
         "job_type": ("WANDB_JOB_TYPE", config["implementation"]),
-        "name": (
-            "WANDB_NAME",
-            None if os.environ.get("WANDB_SWEEP_ID") else f"{group} {folder}",
-        ),  # wandb names those of a sweep
+        # wandb itself names the runs of a sweep
+        "name": ("WANDB_NAME", None if os.environ.get("WANDB_SWEEP_ID") else f"{group} {folder}"),
         "id": ("WANDB_RUN_ID", run_id),
         "resume": ("WANDB_RESUME", "allow" if run_id else None),
     }

@@ -34,6 +34,7 @@ class Summary:
         self.warnings: list[str] = []
         self.reached: dict[str, Any] = {}  # the first evaluation with a loss of at most `stop_at_val_loss`
         self.at: dict[str, int] = {}  # iteration of a figure, such as best_loss
+        self.timed = -1  # the last iteration whose time is known
         self._figures: dict[str, float] = {}  # what is known so far, without the medians
         self._series: dict[str, array[float]] = {}  # the values of each median
 
@@ -55,6 +56,8 @@ class Summary:
                 self._figures[name], self.at[name] = value, event["iter"]
         if not self.reached and "val/loss" in known and is_reached(self.facts, known["val/loss"]):
             self.reached = known
+        if "throughput/tokens_per_second" in known:
+            self.timed = event["iter"]
         if "memory/peak_mb" in known:
             self._figures["peak_memory_mb"] = max(known["memory/peak_mb"], self._figures.get("peak_memory_mb", 0.0))
         if "checkpoint/bytes" in known:

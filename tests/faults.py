@@ -91,24 +91,11 @@ def no_vocabulary():
         raise sampling.DataError("there is no network")
 
 
-def another_source_file():
-    @around("run.rank_checks:sources")
-    def sources(original):
-        return {**original(), "zero/layout.py": "changed"}
-
-
 def a_parameter_that_no_forward_uses():
     @around("model:GPT.__init__")
     def init(original, self, *args):
         original(self, *args)
         self.unused = torch.nn.Linear(2, 3)
-
-
-def half_the_model():
-    @around("model:GPT.__init__")
-    def init(original, self, *args):
-        original(self, *args)
-        self.half()
 
 
 def run_exit_hooks(fault, *args):

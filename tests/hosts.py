@@ -62,11 +62,7 @@ class Job(subprocess.Popen[bytes]):
             return file.read()
 
     def wait_for(self, text: str, timeout_s: float = 60.0) -> str:
-        """Wait until `text` has been printed, and return everything that has been printed by then.
-
-        Raises:
-            TimeoutError: if it is not printed in time, or the command has ended without it.
-        """
+        """Wait until `text` has been printed, and return all that has been printed then. TimeoutError: it is not printed."""
         end = time.monotonic() + timeout_s
         while True:
             is_over = self.poll() is not None or time.monotonic() > end  # checked before reading: the last output counts
@@ -77,11 +73,7 @@ class Job(subprocess.Popen[bytes]):
             time.sleep(0.02)
 
     def finish(self, timeout_s: float = 120.0) -> int:
-        """Wait for its end, and return its exit code, negative if a signal ended it.
-
-        Raises:
-            TimeoutError: if it has not ended in time.
-        """
+        """Wait for its end, and return its exit code, negative if a signal ended it. TimeoutError: it does not end."""
         try:
             return self.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -147,11 +139,7 @@ class Host:
 
 
 class Hosts(list[Host]):
-    """Makes `number` hosts, each with a link of `mbit_per_s`. As a context manager, ends their processes and removes them.
-
-    Raises:
-        subprocess.CalledProcessError: with the command of iproute2 that failed, and its `stderr`.
-    """
+    """Makes `number` hosts, each with a link of `mbit_per_s`. As a context manager, ends their processes and removes them."""
 
     def __init__(self, number: int, mbit_per_s: float | None = None) -> None:
         super().__init__()

@@ -227,13 +227,10 @@ class Runs(dict):
     HOW = {  # ranks, flags, and the way it is started
         "one": (0, [], run),
         "adamw": (2, ["--use_zero1=False"], run),
-        "torch": (2, ["--zero1_impl=torch"], run),
-        "sharded": (2, [], run_for_real),
         "sharded3": (3, [], run),
-        "gradients": (2, ["--shard_gradients=True"], run),
         "adamw unclipped": (2, ["--use_zero1=False", "--grad_clip=0.0"], run),
         "torch unclipped": (2, ["--zero1_impl=torch", "--grad_clip=0.0"], run),
-        "sharded unclipped": (2, ["--grad_clip=0.0"], run),
+        "sharded unclipped": (2, ["--grad_clip=0.0"], run_for_real),
         "hybrid unclipped": (2, ["--shard_size=1", "--grad_clip=0.0"], run),
     }
 

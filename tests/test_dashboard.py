@@ -8,7 +8,7 @@ import pytest
 from logged import MB, events, write_run
 
 import dashboard
-from run.lock import Lock
+from run.lock import take
 
 SECTIONS = ["Loss", "Throughput", "Memory", "Communication", "Checkpoints"]
 
@@ -75,9 +75,9 @@ def test_the_state_of_a_run(tmp_path):
     for known in ("ended", "stopped", "failed"):
         assert dashboard.read_facts(write_run(tmp_path / known, state=known)) == {"state": known}
     folder = write_run(tmp_path / "out", state="running")
-    lock = Lock(folder)
+    lock = take(folder)
     assert dashboard.read_facts(folder) == {"state": "running"}
-    lock.release()
+    lock.close()
     assert dashboard.read_facts(folder) == {"state": "killed"}
     os.remove(os.path.join(folder, "run.lock"))  # a copy
     assert dashboard.read_facts(folder) == {"state": "running"}, "it does not tell"

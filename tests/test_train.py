@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from scripts import SETTINGS, run, torch_load, train
+from scripts import FEW, SETTINGS, run, torch_load, train
 from toy import assert_equal
 
 
@@ -14,7 +14,7 @@ def test_one_curve_whatever_the_ranks_and_the_implementation(runs):
     assert sorted(losses) == list(range(20))
     assert sorted(evaluations) == [0, 5, 10, 15]
     assert losses[19] < losses[0] - 0.3
-    for name in ("one", "torch", "sharded", "sharded3", "gradients"):
+    for name in ("one", "sharded3"):
         other, other_evaluations = runs[name].losses, runs[name].evaluations
         assert max(abs(losses[i] - other[i]) for i in losses) < 1e-5, name
         assert np.abs(np.subtract(list(evaluations.values()), list(other_evaluations.values()))).max() < 1e-5, name
@@ -24,15 +24,12 @@ def test_an_evaluation_depends_neither_on_the_ranks_nor_on_the_batch_size(data, 
     """And so neither on how the last batch of a rank is filled up."""
     assert runs["one"].losses
     printed = []
-    for ranks, batch_size in ((0, 2), (2, 5), (4, 3)):
+    for ranks, batch_size in ((0, 2), (3, 5)):
         flags = [f"--dataset={data}", f"--out_dir={runs.folder / 'one'}", "--init_from=resume", "--eval_only=True"]
-        flags += [f"--batch_size={batch_size}", "--gradient_accumulation_steps=4"]
-        process = run("train.py", *SETTINGS, *flags, ranks=ranks).succeeded()
-        printed.append(
-            [float(loss) for loss in re.findall(r"^step \d+: train loss (\S+), val loss (\S+)", process.stdout, re.M)[0]]
-        )
+        process = run("train.py", *SETTINGS, *flags, f"--batch_size={batch_size}", ranks=ranks).succeeded()
+        (losses,) = re.findall(r"^step \d+: train loss (\S+), val loss (\S+)", process.stdout, re.M)
+        printed.append([float(loss) for loss in losses])
     assert printed[1] == pytest.approx(printed[0], abs=1.1e-4)
-    assert printed[2] == pytest.approx(printed[0], abs=1.1e-4)
 
 
 def test_two_ranks_give_the_same_weights_bit_for_bit(runs):
@@ -47,8 +44,8 @@ def test_two_ranks_give_the_same_weights_bit_for_bit(runs):
 
 
 def test_the_console_says_what_runs(runs):
-    assert "Using ZeRO-1 optimizer state sharding: zero1_impl='sharded'" in runs["sharded"].printed
-    assert "Using ZeRO-1 optimizer state sharding: zero1_impl='torch'" in runs["torch"].printed
+    for name in ("sharded", "torch"):
+        assert f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}'" in runs[f"{name} unclipped"].printed
     assert "(ShardedOptimizer) over 1 rank in each of 2 groups, " in runs["hybrid unclipped"].printed
     idle = "; without effect on one rank: use_zero1=True"
     assert re.search(rf"^Using plain AdamW: .*{idle}$", runs["one"].printed, re.M)
@@ -62,7 +59,7 @@ def test_the_console_says_what_runs(runs):
 
 
 def test_the_checkpoint_is_nanogpts(runs):
-    checkpoint = runs["sharded"].checkpoint
+    checkpoint = runs["sharded unclipped"].checkpoint
     assert set(checkpoint) >= {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
     assert checkpoint["model_args"] == {
         "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "bias": False, "vocab_size": 29, "dropout": 0.0,
@@ -74,50 +71,25 @@ def test_the_checkpoint_is_nanogpts(runs):
 
 
 def test_float16_trains_with_a_scaler(data, tmp_path):
-    out = tmp_path / "out"
-    train(out, data, "--max_iters=5")
-    losses, _, _ = train(out, data, "--dtype=float16", "--init_from=resume", "--max_iters=15", ranks=2)
+    losses, _, _ = train(tmp_path, data, "--dtype=float16", "--max_iters=15", ranks=2)
     assert losses[15] < losses[0] - 0.3
-    assert torch_load(out)["scaler"]["scale"] > 0
-
-
-def test_bfloat16_weights(data, runs, tmp_path):
-    """Two ranks in bfloat16, then one in float32: the curve stays near float32's, the file holds float32 masters."""
-    low = "--param_dtype=bfloat16", "--dropout=0.0"
-    losses, _, output = train(tmp_path, data, *low, "--max_iters=10", ranks=2)
-    assert "float32 masters" in output
-    checkpoint = torch_load(tmp_path)
-    assert {tensor.dtype for tensor in checkpoint["model"].values()} == {torch.float32}
-    assert any((tensor != tensor.to(torch.bfloat16)).any() for tensor in checkpoint["model"].values())
-    later, _, _ = train(tmp_path, data, "--init_from=resume", "--dropout=0.0")
-    again, _, _ = train(tmp_path, data, "--init_from=resume", *low, "--max_iters=24", ranks=3)
-    reference = runs["adamw"].losses
-    for other in (losses, later):
-        assert max(abs(other[i] - reference[i]) for i in other if i in reference) < 0.05
-    assert max(again) == 24
+    assert torch_load(tmp_path)["scaler"]["scale"] > 0
 
 
 @pytest.mark.slow("compiles on two ranks; test_gpt has compiled blocks", seconds=62)
 def test_compiled_blocks_train_and_leave_no_trace_in_the_file(data, runs, tmp_path):
     losses, _, _ = train(tmp_path, data, "--compile=True", "--dropout=0.0", "--max_iters=5", ranks=2)
     assert len(losses) == 6
-    assert max(abs(losses[i] - runs["sharded"].losses[i]) for i in losses) < 1e-4
+    assert max(abs(losses[i] - runs["adamw"].losses[i]) for i in losses) < 1e-4
     assert not any("_orig_mod" in key for key in torch_load(tmp_path)["model"])
 
 
-def test_world_size_alone_divides_nothing(data, runs, tmp_path, monkeypatch):
-    """SLURM and containers set it."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    losses, _, _ = train(tmp_path, data, "--dropout=0.0", "--max_iters=1")
-    assert losses == {i: runs["one"].losses[i] for i in (0, 1)}
-
-
+@pytest.mark.slow("imports transformers twice; test_export trains from such a folder, too", seconds=8)
 def test_a_gpt2_folder_is_finetuned_with_a_smaller_block(data, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     GPT2LMHeadModel(GPT2Config(vocab_size=29, n_positions=64, n_embd=32, n_layer=2, n_head=2)).save_pretrained(tmp_path / "hf")
-    losses, _, output = train(tmp_path / "out", data, f"--init_from={tmp_path / 'hf'}")
+    losses, _, output = train(tmp_path / "out", data, f"--init_from={tmp_path / 'hf'}", FEW, "--max_iters=12")
     assert "Initializing from GPT-2 weights" in output
-    assert losses[19] < losses[0] - 0.3
+    assert losses[12] < losses[0] - 0.3
     assert torch_load(tmp_path / "out")["model_args"]["block_size"] == 16

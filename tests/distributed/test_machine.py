@@ -35,17 +35,10 @@ def test_the_number_format_follows_that_of_the_weights():
         machine.resolve_dtype("auto", "bfloat16", "float16")
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        *(("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA GH200 480GB", 989.4)),
-        *(("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA A10G", 70.0), ("NVIDIA A10", 125.0), ("NVIDIA L40S", 362.0)),
-        *(("Tesla V100-SXM2-16GB", 125.0), ("NVIDIA GeForce RTX 4090", 165.2)),
-    ],
-)
-def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(monkeypatch, name, tflops):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert machine.peak_flops(torch.device("cuda", 0), torch.bfloat16) == tflops * 1e12
+def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(monkeypatch):
+    for name, tflops in (("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA A100-SXM4-80GB", 312.0), ("Tesla V100-SXM2-16GB", 125.0)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert machine.peak_flops(torch.device("cuda", 0), torch.bfloat16) == tflops * 1e12
 
 
 @pytest.mark.parametrize(
@@ -53,13 +46,8 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(monkeypatch, name, tflops):
     [
         *((name, name) for name in machine.CARDS),
         *(("NVIDIA A100-PCIE-40GB", "A100-40"), ("NVIDIA A100-SXM4-80GB", "A100"), ("Tesla V100-SXM2-32GB", "V100-32")),
-        *(
-            ("Tesla T4", "T4"),
-            ("NVIDIA GeForce RTX 5090", "5090"),
-            ("rtx 4090", "4090"),
-            ("rtx4090", "4090"),
-            ("2080ti", "2080 Ti"),
-        ),
+        *(("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA GH200 480GB", "GH200"), ("NVIDIA A10G", "A10G"), ("Tesla T4", "T4")),
+        *(("NVIDIA GeForce RTX 5090", "5090"), ("rtx 4090", "4090"), ("rtx4090", "4090"), ("2080ti", "2080 Ti")),
         *(("NVIDIA RTX A6000", "A6000"), ("NVIDIA RTX 6000 Ada Generation", "6000 Ada"), ("a100 40gb", "A100-40")),
         *(("NVIDIA GeForce RTX 4070 Ti", "4070 Ti"), ("NVIDIA A100 80GB PCIe", "A100"), ("h100 sxm", "H100")),
     ],

@@ -31,6 +31,7 @@ def started(out, data, limit=NO_LIMIT):
 def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path):
     """The run then goes on bit for bit as if there had been no signal, with the same dropout."""
     with started(tmp_path, data) as run:
+        assert state(tmp_path) == "running"
         os.kill(run.pids[-1], signal.SIGTERM)
         finished = run.finish()
     assert finished.returncodes == [0, 0], finished.stderr

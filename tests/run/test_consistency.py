@@ -3,19 +3,20 @@
 import glob
 import itertools
 import math
-import os
 import re
 import subprocess
 from functools import partial
 
 import faults
-import numpy as np
 import pytest
+import torch.distributed as dist
+from ranks import run_ranks
 from scripts import ROOT, SETTINGS, command, run
 
 from configurator import TRAIN, configure, settings_of
-from data.dataset import Dataset
-from run.rank_checks import check_combinations, difference
+from model import GPT, GPTConfig
+from run import rank_checks
+from run.rank_checks import check_combinations, compare_model_and_data, compare_settings, difference
 
 REFUSED = {  # what the last rank does before it runs train.py, and the line that is printed; DATA is another dataset
     "other settings": (
@@ -24,11 +25,6 @@ REFUSED = {  # what the last rank does before it runs train.py, and the line tha
         "rank 2 has dtype=bfloat16, the others dtype=float32; 1 more differ; start all ranks with the same settings",
     ),
     "another dataset": ([faults.add_arguments, "--dataset=DATA"], "rank 2 has train.bin=4000 tokens with checksum "),
-    "another source file": ([faults.another_source_file], "rank 2 has zero/layout.py=changed, the others zero/layout.py="),
-    "another model": (
-        [faults.half_the_model],
-        "rank 2 has transformer.wte.weight=(29, 32) torch.float16, the others transformer.wte.weight=(29, 32) torch.float32; ",
-    ),
 }
 
 
@@ -62,6 +58,27 @@ def test_torchrun_can_start_the_ranks_again(data, tmp_path):
     assert "iter 1: loss" in process.stdout
 
 
+def differing():
+    """What all ranks are told if the last one has another source file, and another model."""
+    is_last, sources = dist.get_rank() == dist.get_world_size() - 1, rank_checks.sources()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_checks, "sources", lambda: sources | ({"zero/layout.py": "changed"} if is_last else {}))
+        with pytest.raises(ValueError, match="; copy the same code to all hosts") as of_code:
+            compare_settings({"seed": 7}, "cpu", "float32")
+    model = GPT(GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32))
+    with pytest.raises(ValueError, match="; give all hosts the same checkpoint or pretrained model") as of_model:
+        compare_model_and_data(model.half() if is_last else model, {})
+    return str(of_code.value), str(of_model.value)
+
+
+def test_another_source_file_and_another_model():
+    told, *others = run_ranks(differing, 3)
+    assert others == [told] * 2
+    assert told[0].startswith("rank 2 has zero/layout.py=changed, the others zero/layout.py=")
+    weight = "transformer.wte.weight=(29, 32) torch.float{}"
+    assert told[1].startswith(f"rank 2 has {weight.format(16)}, the others {weight.format(32)}; ")
+
+
 def test_each_host_may_write_elsewhere(data, tmp_path):
     """And take the settings of its own that only rank 0 uses, such as a name that a config file makes from the time."""
     folders = [f"--out_dir={tmp_path / 'second'}", "--wandb_run_name=second", "--log_to=tensorboard"]
@@ -85,37 +102,6 @@ def test_what_the_line_says():
     assert difference([same, {}, same]) == "rank 1 has a=absent, the others a=1; rank 1 has b=absent, the others b=2; mend it"
     many = difference([facts(**dict.fromkeys("abcdef", rank == 2)) for rank in range(4)])
     assert many.endswith("rank 2 has c=True, the others c=False; 3 more differ; mend it")
-
-
-def tokens_in(folder, length, change=None):
-    os.makedirs(folder, exist_ok=True)
-    tokens = np.arange(length, dtype=np.uint16)
-    if change is not None:
-        tokens[change] += 1
-    for split in ("train", "val"):
-        tokens.tofile(os.path.join(folder, f"{split}.bin"))
-    return Dataset(str(folder), 8).fingerprint
-
-
-def test_a_fingerprint_sees_any_token_of_a_small_file(tmp_path):
-    prints = [tokens_in(tmp_path / str(change), 1000, change) for change in (None, 0, 500, 999)]
-    assert len({fingerprint["train.bin"] for fingerprint in prints}) == 4
-    assert tokens_in(tmp_path / "longer", 1001)["train.bin"].startswith("1001 tokens with checksum ")
-
-
-def test_a_fingerprint_of_a_large_file_sees_pieces_from_end_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.dataset._PIECE", 10)
-    monkeypatch.setattr("data.dataset._PIECES", 4)  # at 0, 30, 60 and 90
-    prints = [tokens_in(tmp_path / str(change), 100, change)["train.bin"] for change in (None, 9, 30, 69, 99, 10, 50)]
-    assert len(set(prints)) == 5
-    assert prints[0] == prints[5] == prints[6], "between the pieces"
-
-
-def test_a_fingerprint_sees_the_vocabulary(data, other):
-    assert Dataset(data, 8).fingerprint["meta.pkl"] == Dataset(other, 8).fingerprint["meta.pkl"]
-    with open(os.path.join(other, "meta.pkl"), "ab") as file:
-        file.write(b" ")
-    assert Dataset(data, 8).fingerprint["meta.pkl"] != Dataset(other, 8).fingerprint["meta.pkl"]
 
 
 PRINTED = [

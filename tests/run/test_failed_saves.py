@@ -10,22 +10,20 @@ from functools import partial
 import faults
 import pytest
 import torch
-from scripts import SETTINGS, run, torch_load, train
+from scripts import FEW, SETTINGS, run, torch_load, train
 
 from model import GPT, GPTConfig
-from zero.checkpoint import FORMATS
 from zero.checkpoint.__main__ import main
 
 MODEL_BYTES = sum(tensor.nbytes for tensor in GPT(GPTConfig(16, 29, 2, 2, 32, 0.0, False)).state_dict().values())
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_checkpoint_that_cannot_be_written(data, tmp_path, in_background):
+def test_a_checkpoint_that_cannot_be_written_in_the_background(data, tmp_path):
     train(tmp_path, data, "--max_iters=0")
     torch.save({**torch_load(tmp_path), "iter_num": 1996}, tmp_path / "ckpt.pt")
     process = run(
         *("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--init_from=resume", "--eval_interval=2000"),
-        *(f"--async_save={in_background}", "--max_iters=2014"),
+        *("--async_save=True", "--max_iters=2014", FEW),
         limit=100_000,
     )
     assert process.returncode == 1, process.stderr
@@ -48,7 +46,9 @@ def small_disk(tmp_path):
         yield process.pid
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format", ["consolidated", pytest.param("sharded", marks=pytest.mark.slow("the other format", seconds=7))]
+)
 def test_a_tmpfs_too_small_for_a_second_save(data, tmp_path, small_disk, capsys, format):
     """The first one stands and is resumed from; a full disk ends no run before its end, and the exit code is 1 then."""
     folder = f"/proc/{small_disk}/root{tmp_path}"

@@ -14,15 +14,14 @@ import pytest
 import ranks
 from scripts import FEW, SETTINGS, Forked, events_of, run, torch_load, train
 
-from run.lock import Lock, is_held
+from run.lock import is_held, take
 from zero.checkpoint.__main__ import main
 
 
 def hold(folder, ready, end):
-    lock = Lock(folder)
-    ready.set()
-    end.wait()
-    lock.release()
+    with take(folder):
+        ready.set()
+        end.wait()
 
 
 def start(folder):
@@ -33,109 +32,97 @@ def start(folder):
     return process, end
 
 
-def test_the_second_is_told_who_is_there(tmp_path):
-    process, end = start(str(tmp_path / "new"))
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_second_is_told_who_is_there_until_its_end(tmp_path, monkeypatch, is_killed):
+    folder = str(tmp_path / "new")
+    assert is_held(folder) is None, "a copy has no lock"
+    process, end = start(folder)
     said = (tmp_path / "new" / "run.lock").read_text()
     with pytest.raises(ValueError, match=rf"is in use by another run: process {process.pid} on \S+, since 20") as refused:
-        Lock(str(tmp_path / "new"))
+        take(folder)
     assert "\n" not in str(refused.value)
     assert (tmp_path / "new" / "run.lock").read_text() == said
-    end.set()
+    assert is_held(folder) is True
+    (process.kill if is_killed else end.set)()
     process.join()
-    Lock(str(tmp_path / "new")).release()
-    assert os.listdir(tmp_path / "new") == ["run.lock"]
-
-
-def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    process, _ = start(str(tmp_path))
-    process.kill()
-    process.join()
-    Lock(str(tmp_path))
-
-
-def test_whether_a_run_holds_it(tmp_path, monkeypatch):
-    assert is_held(str(tmp_path)) is None, "a copy has no lock"
-    process, end = start(str(tmp_path))
-    assert is_held(str(tmp_path)) is True
-    end.set()
-    process.join()
-    assert is_held(str(tmp_path)) is False
-    Lock(str(tmp_path)).release()
+    assert is_held(folder) is False
+    take(folder).close()
+    assert os.listdir(folder) == ["run.lock"]
     monkeypatch.setattr(socket, "gethostname", lambda: "another machine")
-    assert is_held(str(tmp_path)) is None, "the file system may not tell other machines"
+    assert is_held(folder) is None, "the file system may not tell other machines"
 
 
 def test_whoever_asks_does_not_keep_a_run_from_starting(tmp_path, monkeypatch):
-    Lock(str(tmp_path)).release()
+    take(str(tmp_path)).close()
     with open(tmp_path / "run.lock") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(file, fcntl.LOCK_UN))
-        Lock(str(tmp_path))
+        take(str(tmp_path)).close()
 
 
 def test_programs_that_it_starts_do_not_inherit_it(tmp_path):
-    lock = Lock(str(tmp_path))
+    lock = take(str(tmp_path))
     says_ready = [sys.executable, "-c", "print(flush=True); input()"]
     child = subprocess.Popen(says_ready, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False)
     child.stdout.readline()  # the kernel closes files some time after Popen has returned
-    lock.release()
-    Lock(str(tmp_path)).release()
+    lock.close()
+    take(str(tmp_path)).close()
     child.communicate(b"\n")
 
 
 def test_a_file_system_without_locks_is_mentioned(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    Lock(str(tmp_path))
+    take(str(tmp_path)).close()
     assert "run.lock cannot be locked" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot write to out_dir=\S+/out: "):
-        Lock(str(tmp_path / "file" / "out"))
+        take(str(tmp_path / "file" / "out"))
 
 
 def test_eval_only_changes_nothing(data, tmp_path):
     """This holds also in a folder that cannot be written to and that another run uses."""
     out = tmp_path / "out"
-    _, evaluations, _ = train(out, data, "--max_iters=5")
+    _, evaluations, _ = train(out, data, FEW, "--max_iters=5")
     (out / "ckpt_prev.pt").replace(out / "ckpt.pt")  # of the evaluation at iteration 5; the other one is of the end
     (out / "ckpt.pt.tmp").write_bytes(b"being written")
-    lock = Lock(str(out))
+    lock = take(str(out))
 
     def state():
         return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(out.iterdir())}
 
     before = state()
     out.chmod(0o500)
-    process = run(
-        "train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", "--init_from=resume", "--eval_only=True", ranks=2
-    ).succeeded()
+    flags = f"--dataset={data}", f"--out_dir={out}", "--init_from=resume", "--eval_only=True"
+    process = run("train.py", *SETTINGS, *flags).succeeded()
     assert "step 5: train loss {:.4f}, val loss {:.4f}".format(*evaluations[5]) in process.stdout
     assert "iter 5" not in process.stdout
     run("sample.py", f"--out_dir={out}", "--start=A", "--num_samples=1", "--max_new_tokens=1").succeeded()
     assert main(["inspect", str(out / "ckpt.pt")]) == 0
     out.chmod(0o700)
     assert state() == before
-    lock.release()
+    lock.close()
 
 
 def test_a_run_in_a_folder_that_is_in_use_is_refused_on_all_ranks(data, tmp_path):
     names = ["ckpt.pt.tmp", "metrics.jsonl", "shards_00000001_00000000.tmp"]
     for name in names:
         (tmp_path / name).write_text("of the run that is there")
-    lock = Lock(str(tmp_path))
-    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", ranks=2)
-    lock.release()
+    with take(str(tmp_path)):
+        process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", ranks=2)
     assert f"out_dir={tmp_path} is in use by another run: process {os.getpid()} on " in process.refusal()
     assert all((tmp_path / name).read_text() == "of the run that is there" for name in names)
 
 
-def collide(out, data):
-    """Two runs resume in one folder at the same time; the one that goes on is killed."""
-    arguments = [*SETTINGS, FEW, f"--dataset={data}", f"--out_dir={out}", "--init_from=resume", "--max_iters=100000"]
+@pytest.mark.slow("two runs resume in one folder at the same time", seconds=6)
+def test_of_two_runs_in_one_folder_one_is_refused(data, tmp_path):
+    """The one that goes on is killed; the run resumes from its last checkpoint."""
+    train(tmp_path, data, FEW, "--max_iters=5")
+    arguments = [*SETTINGS, FEW, f"--dataset={data}", f"--out_dir={tmp_path}", "--init_from=resume", "--max_iters=100000"]
     arguments += ["--eval_interval=5", "--keep_checkpoints=1000000"]
-    before = {path.name for path in out.iterdir()}
+    before = {path.name for path in tmp_path.iterdir()}
     with contextlib.ExitStack() as stack:
         both = [stack.enter_context(Forked("train.py", *arguments)) for _ in range(2)]
         end = time.monotonic() + 60
@@ -147,17 +134,12 @@ def collide(out, data):
         assert code == 2, error
         assert error.count("\n") == 1
         assert f"is in use by another run: process {other.pids[0]} on " in error
-        newest = torch_load(out)["iter_num"]
-        while torch_load(out)["iter_num"] < newest + 5:
+        newest = torch_load(tmp_path)["iter_num"]
+        while torch_load(tmp_path)["iter_num"] < newest + 5:
             assert other.processes[0].is_alive(), other.printed("stderr")
             time.sleep(0.01)
-    lost = before - {path.name for path in out.iterdir()}
+    lost = before - {path.name for path in tmp_path.iterdir()}
     assert all(name.endswith(".tmp") for name in lost), "but for what a killed run has left, which is swept"
-
-
-def test_of_two_runs_in_one_folder_one_is_refused(data, tmp_path):
-    train(tmp_path, data, FEW, "--max_iters=5")
-    collide(tmp_path, data)
     end = torch_load(tmp_path)["iter_num"] + 7
     train(tmp_path, data, FEW, "--init_from=resume", f"--max_iters={end}")
     events = events_of(tmp_path)

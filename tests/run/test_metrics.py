@@ -9,7 +9,7 @@ from functools import partial
 import faults
 import pytest
 import torch
-from scripts import SETTINGS, events_of, run, train
+from scripts import FEW, SETTINGS, events_of, run, train
 
 from forecast.prediction import PURPOSES
 from forecast.run_memory import Workload
@@ -79,10 +79,13 @@ def test_a_figure_that_is_always_zero_is_not_logged(events, data, tmp_path):
         values = {key: [event[key] for event in lines if key in event] for key in set().union(*lines)}
         zeros = {key for key, found in values.items() if not any(found) and f"{key.removesuffix('_rank')}_min" not in values}
         assert zeros <= ends_at_zero, name
-    train(tmp_path, data, "--max_iters=1", "--gradient_accumulation_steps=1")
+    arguments = f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=2", "--eval_interval=100", FEW
+    run("train.py", *SETTINGS, *arguments, before=partial(faults.takes_longer, "run.sinks:MetricsFile.log", 0.2)).succeeded()
     keys = set().union(*events_of(tmp_path))
     assert not {key for key in keys if re.match(r"comm/|time/(slowest|rank)|iter/loss_max|memory/.*_(min|rank)$", key)}
     assert "memory/peak_mb" in keys
+    _, *later = iterations(events_of(tmp_path))
+    assert [event["time/step_ms"] > 200 for event in later] == [True, True], "with the time of logging"
 
 
 def test_every_implementation_logs_the_same_keys_at_the_same_events(events):
@@ -151,11 +154,25 @@ def test_training_stands_still_for_the_whole_of_a_save(events):
             assert save["checkpoint/blocked_s"] >= save["checkpoint/consolidate_s"] + save["checkpoint/write_s"] > 0
 
 
-def test_the_time_of_logging_is_in_the_time_of_a_step(data, tmp_path):
-    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=2", "--eval_interval=100"]
-    run("train.py", *SETTINGS, *arguments, before=partial(faults.takes_longer, "run.sinks:MetricsFile.log", 0.2)).succeeded()
-    _, *later = iterations(events_of(tmp_path))
-    assert [event["time/step_ms"] > 200 for event in later] == [True, True]
+def by_purpose(lines, which):
+    """Iteration and megabytes by purpose that are 'predicted' or 'measured'."""
+    (event,) = [event for event in lines if f"memory/{which}_state_mb" in event]
+    return event["iter"], {purpose: event.get(f"memory/{which}_{purpose}_mb", 0.0) for purpose in PURPOSES}
+
+
+def test_a_run_takes_what_it_says(events, data, tmp_path):
+    flags = "--param_dtype=bfloat16_remainder", "--state_dtype=int8", "--shard_gradients=True"
+    other = train(tmp_path, data, "--max_iters=3", *flags, ranks=2)[2]
+    for lines, _, printed in [*events.values(), (events_of(tmp_path), None, other)]:
+        assert "WARNING" not in printed
+        peak, *parts = [float(size) for size in re.findall(r"([0-9.]+) MB", re.search("predicted memory: .*", printed).group())]
+        assert sum(parts) > peak - 0.1 * len(parts), "what is not held is temporary"
+        announced, compared = printed.index("predicted memory: "), printed.index("memory of tensors: ")
+        assert announced < printed.index("iter 0: ") < printed.index("iter 1: ") < compared < printed.index("iter 2: ")
+        (predicted_at, predicted), (measured_at, measured) = (by_purpose(lines, which) for which in ("predicted", "measured"))
+        assert (predicted_at, measured_at) == (0, 2)
+        assert min(predicted[purpose] for purpose in ("parameters", "gradients", "state")) > 0
+        assert predicted == pytest.approx(measured, rel=0.02)
 
 
 def test_memory_at_the_points_of_a_step(events):
@@ -181,11 +198,11 @@ def test_run_json_has_the_settings_and_what_the_run_runs_on(events):
 
 
 def test_the_rank_that_computes_longest_is_named(data, tmp_path):
-    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=2"]
+    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=1", "--eval_iters=1"]
     slow = partial(faults.measure_every, 1, faults.rank_1_computes_slowly, 0.2)
     run("train.py", *SETTINGS, *arguments, ranks=2, before=slow).succeeded()
     lines = iterations(events_of(tmp_path))
-    assert [event["time/slowest_rank"] for event in lines] == [1] * 3
+    assert [event["time/slowest_rank"] for event in lines] == [1] * 2
     assert all(event["time/rank_spread_ms"] > 0.5 * 3 * 200 for event in lines), "three micro-steps of 0.2 s more"
     assert all(event["comm/exposed_ms"] > 0.5 * 3 * 200 for event in lines), "rank 0 waits for it"
 
@@ -195,7 +212,7 @@ def test_figures_of_a_gpu(monkeypatch):
     model, workload = GPT(sizes), Workload(sizes, batch_size=2, dtype="float32", device_type="cpu")
     meter = Memory(None, model, torch.optim.AdamW(model.parameters()), workload, shard_gradients=False, micro_steps=1)
     meter.device = torch.device("cuda")
-    peaks = iter([300_000_000, 300_000_000, 200_000_000])
+    peaks = iter([300_000_000, 300_000_000, 200_000_000, 100_000_000])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5_000_000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
@@ -205,6 +222,8 @@ def test_figures_of_a_gpu(monkeypatch):
     figures = meter.take()
     assert figures["peak_mb"] == 300.0
     assert meter.peak() == 300_000_000, "the largest one stays"
+    meter.forget_peak()
+    assert meter.peak() == 100_000_000, "without what a copy of the model took"
     assert figures["before_step_mb"] == 5.0
     assert (figures["reserved_mb"], figures["alloc_retries"], figures["ooms"]) == (7.0, 2, 1)
     of_gpu = {key for key in OF_GPU if not key.endswith(("_min", "_rank"))}

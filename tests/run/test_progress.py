@@ -24,7 +24,7 @@ print0("loaded")
 for i in range(21):
     if i % 10 == 0:
         for _ in line.track(range(4), "evaluating"):
-            time.sleep(0.11)
+            time.sleep(0.11 if i == 0 else 0)
         print0("step", i)
     if i % 4 == 0:
         print0("iter", i)

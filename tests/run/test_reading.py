@@ -23,7 +23,7 @@ from run.meter import Iteration, Lap
 from zero import ShardedGradScaler, stopwatch
 from zero.stopwatch import Stopwatch, awaited_collective
 
-FLAGS = ["--dropout=0.0", "--max_iters=8", "--eval_interval=4", "--sample_interval=6", FEW]
+FLAGS = ["--dropout=0.0", "--max_iters=8", "--eval_interval=4", "--sample_interval=6", "--eval_iters=1", FEW]
 TIMES = r"time/|throughput/|mfu|comm/exposed|checkpoint/.*_s$|memory/peak"
 
 
@@ -34,12 +34,11 @@ def trained(out, data, *flags, before=None, code=0):
     return [{key: value for key, value in event.items() if not re.match(TIMES, key)} for event in events_of(out)], process
 
 
-@pytest.mark.parametrize("log_interval", [1, 3])
-def test_a_later_reading_changes_neither_figures_nor_order_nor_what_a_resumed_run_has(data, tmp_path, log_interval):
-    flags = f"--log_interval={log_interval}", "--async_save=True"
+def test_a_later_reading_changes_neither_figures_nor_order_nor_what_a_resumed_run_has(data, tmp_path):
+    flags = "--log_interval=3", "--async_save=True"
     expected, process = trained(tmp_path / "plain", data, *flags)
     later, other = trained(tmp_path / "later", data, *flags, before=faults.reads_as_from_a_gpu)
-    assert len({event["iter/loss"] for event in later if "iter/loss" in event}) == len(range(0, 9, log_interval))
+    assert len({event["iter/loss"] for event in later if "iter/loss" in event}) == len(range(0, 9, 3))
 
     def without_saves(events):  # a save in the background ends at some time
         return [event for event in events if "checkpoint/bytes" not in event]
@@ -47,28 +46,24 @@ def test_a_later_reading_changes_neither_figures_nor_order_nor_what_a_resumed_ru
     assert without_saves(later) == without_saves(expected)
     lines = [re.findall(r"^(?:iter|step|sample) \d+:", text.stdout, re.M) for text in (process, other)]
     assert lines[1] == lines[0]
-    again = ["--init_from=resume", "--max_iters=11", f"--log_interval={log_interval}"]
-    trained(tmp_path / "later", data, *again, before=faults.reads_as_from_a_gpu)
+    trained(tmp_path / "later", data, *flags, "--init_from=resume", "--max_iters=11", before=faults.reads_as_from_a_gpu)
     numbers = [event["iter"] for event in events_of(tmp_path / "later") if "iter/loss" in event]
-    assert numbers == list(range(0, 12, log_interval))
+    assert numbers == list(range(0, 12, 3))
 
 
 def test_an_update_that_is_not_finite_ends_the_run_with_the_same_reason(data, tmp_path):
-    expected, plain = trained(tmp_path / "plain", data, before=faults.infinite_norm, code=1)
-    found, later = trained(tmp_path / "later", data, before=partial(faults.reads_as_from_a_gpu, faults.infinite_norm), code=1)
+    events, later = trained(tmp_path, data, before=partial(faults.reads_as_from_a_gpu, faults.infinite_norm), code=1)
     line = "the run ends at iteration 0, not finite since iteration 0: the gradient norm is "
-    assert plain.stderr.count("the run ends") == plain.stderr.count(line) == 1
     assert later.stderr.count("the run ends") == later.stderr.count(line) == 1
-    warnings, of_later = ([event for event in events if "warning" in event] for events in (expected, found))
-    assert of_later == warnings
-    assert warnings[0]["iter"] == 0
+    [warning] = [event for event in events if "warning" in event]
+    assert warning["iter"] == 0
 
 
 @pytest.mark.parametrize("later", [False, True])
 def test_the_figures_are_sent_before_the_update_and_read_after_the_next_forward(data, tmp_path, later):
     fault = partial(faults.reads_as_from_a_gpu, faults.print_phases_and_collectives)
     before = fault if later else faults.print_phases_and_collectives
-    _, process = trained(tmp_path, data, "--bucket_mb=1", before=before)
+    _, process = trained(tmp_path, data, "--bucket_mb=1", "--max_iters=3", before=before)
     done = re.findall(r"^([<>] \w+|all-.*|iter \d+)", process.stdout, re.M)
     iteration = done[done.index("iter 1") : done.index("iter 2")]
     others = [step for step in iteration if "iter" not in step and "data" not in step]
@@ -81,15 +76,6 @@ def test_the_figures_are_sent_before_the_update_and_read_after_the_next_forward(
     place = done.index("iter 2")
     assert done[place - 1] == ("< data" if later else "< update")
     assert next(step for step in done[place:] if step[0] in "<>") == ("> backward" if later else "> forward")
-
-
-def test_a_stopwatch_that_was_taken_keeps_its_times():
-    watch = Stopwatch()
-    watch.add("first", 1.0, 3.0)
-    taken = watch.take()
-    watch.add("second", 3.0, 4.0)
-    assert taken.read_ms() == {"first": 2000.0}
-    assert watch.read_ms() == {"second": 1000.0}
 
 
 def test_the_watchdog_names_the_collective_that_a_stream_waits_for(monkeypatch):

@@ -30,33 +30,26 @@ def test_samples_change_neither_the_losses_nor_the_weights(data, tmp_path):
 
 
 def test_a_sample_is_text_in_the_vocabulary_on_the_console_and_in_the_log(data, tmp_path):
-    _, _, printed = train(tmp_path, data, "--max_iters=9", "--sample_interval=9")
+    """The newline, here the last letter, is the prompt; without it, the first one is."""
+    folder, letters = tmp_path / "data", [*(chr(ord("A") + token) for token in range(28)), "\n"]
+    shutil.copytree(data, folder)
+    write_meta(folder, letters)
+    flags = "--max_iters=9", "--sample_interval=9"
+    _, _, printed = train(tmp_path, folder, *flags, run=partial(run, before=faults.print_prompts))
+    assert printed.count("prompt [[28]]") == 2
     texts = samples(tmp_path)
     assert list(texts) == [0, 9]
     assert texts[0] != texts[9]
     for iteration, text in texts.items():
         assert len(text) == TOKENS
-        assert set(text) <= {chr(ord("A") + token) for token in range(29)}
+        assert set(text) <= set(letters)
         assert f"sample {iteration}:\n{text}\n---------------\n" in printed
-
-
-def test_samples_are_off_by_default_and_the_newline_is_the_prompt(data, tmp_path):
-    """A vocabulary with the newline last; with a wrong prompt the first token would be another one."""
-    folder = tmp_path / "data"
-    shutil.copytree(data, folder)
-    write_meta(folder, [*(chr(ord("A") + token) for token in range(28)), "\n"])
-    prompts = faults.print_prompts
-    settings = [*SETTINGS, f"--dataset={folder}", f"--out_dir={tmp_path}", "--max_iters=0"]
-    assert "prompt" not in run("train.py", *settings, before=prompts).stdout
-    assert "prompt [[28]]" in run("train.py", *settings, "--sample_interval=1", before=prompts).stdout
-    settings[len(SETTINGS)] = f"--dataset={data}"
-    assert "prompt [[0]]" in run("train.py", *settings, "--sample_interval=1", before=prompts).stdout
 
 
 def test_a_vocabulary_that_is_not_available_ends_the_run_at_its_start(data, tmp_path):
     shutil.copytree(data, tmp_path / "data")
     (tmp_path / "data" / "meta.pkl").unlink()  # now the tokens are GPT-2's
-    settings = [*SETTINGS, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}", "--max_iters=0"]
+    settings = [*SETTINGS, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}", "--max_iters=0", "--eval_iters=1"]
     without = partial(faults.without_module, "tiktoken")
     assert run("train.py", *settings, before=without).returncode == 0
     files = [tmp_path / name for name in ("metrics.jsonl", "run.json", "report.md", "ckpt.pt")]
@@ -70,5 +63,6 @@ def test_a_vocabulary_that_is_not_available_ends_the_run_at_its_start(data, tmp_
 def test_a_vocabulary_larger_than_the_models_is_refused():
     meta = {"vocab_size": 3, "stoi": {"a": 0, "b": 1, "c": 2}, "itos": {0: "a", 1: "b", 2: "c"}}
     assert vocabulary.load_codec(meta, 3).decode([2, 0]) == "ca"
+    assert vocabulary.load_codec(meta, 3).prompt("\n") == [0]
     with pytest.raises(vocabulary.DataError, match="the model knows 2 tokens, the vocabulary at hand has 3"):
         vocabulary.load_codec(meta, 2)

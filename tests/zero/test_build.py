@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_in_turn, run_ranks
+from ranks import run_in_turn
 from toy import MODES, build_toy, make_toy
 
 from forecast.modes import without_effect
@@ -61,5 +61,5 @@ def flags_that_do_not_go_together():
 
 
 def test_what_is_built():
-    run_ranks(the_flags_choose_the_classes, 1)
+    run_in_turn(1, the_flags_choose_the_classes)
     run_in_turn(2, the_flags_choose_the_classes, flags_that_do_not_go_together)

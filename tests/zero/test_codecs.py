@@ -227,12 +227,11 @@ def skip_and_resume(name):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_resumed_run_is_bit_exact(world_size):
     """Also after an update that was skipped, and of classes without `step`."""
-    some = ("bfloat16", "both")
-    names = CODECS if world_size == 2 else some
-    runs = [partial(save_and_resume, name, shard_gradients) for name in names for shard_gradients in (False, True)]
+    runs = [partial(save_and_resume, "bfloat16", True), partial(save_and_resume, "both", False)]
     if world_size == 2:
-        runs += [partial(save_and_resume, name, False) for name in WITHOUT_STEP]
-        runs += [partial(skip_and_resume, name) for name in (*some, "muon")]
+        shard_gradients = {"masters": False, "int8": True, "remainder": True, "sgd": False}
+        runs = [partial(save_and_resume, *each) for each in shard_gradients.items()]
+        runs += [partial(skip_and_resume, name) for name in ("bfloat16", "both", "muon")]
     run_in_turn(world_size, *runs)
 
 
@@ -315,11 +314,12 @@ def only_padding():
     torch.use_deterministic_algorithms(True)  # torch.empty then fills its memory with nan
     model, optimizer = sharded_toy(**CODECS["both"])
     train(model, optimizer, dist.get_rank(), 2)
+    torch.use_deterministic_algorithms(False)
     return sum(not bucket.owned and bucket.shard.numel() > 0 for bucket in optimizer.buckets)
 
 
 def test_replicas_round_alike_and_padding_changes_nothing():
-    *by_codec, padding = run_in_turn(4, *(partial(replicas, name) for name in CODECS), only_padding)
+    *by_codec, padding = run_in_turn(4, *(partial(replicas, name) for name in ("bfloat16", "both")), only_padding)
     for results in by_codec:
         for rank, result in enumerate(results):
             assert_equal(result["weights"], results[0]["weights"])

@@ -15,6 +15,7 @@ from zero.build import build
 from zero.flags import Flags
 
 STEPS = 10
+SIZES = GPTConfig(block_size=16, vocab_size=33, n_layer=2, n_head=2, n_embd=32, dropout=0.0, bias=False)
 MODES = {
     "adamw": Flags(use_zero1=False),
     "torch": Flags(zero1_impl="torch"),
@@ -25,7 +26,7 @@ MODES = {
 
 def make(mode, compile_blocks=False, **overrides):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=16, vocab_size=33, n_layer=2, n_head=2, n_embd=32, dropout=0.0, bias=False))
+    model = GPT(SIZES)
     if compile_blocks:
         model.compile_blocks()
     flags = replace(MODES[mode], **overrides)
@@ -51,7 +52,7 @@ MORE = pytest.mark.slow("test_data_parallel.py has a smaller model on more ranks
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=MORE), pytest.param(4, marks=MORE)])
 def test_ten_steps(world_size):
-    cases = list(itertools.product((1, 4), (0.0, 0.1)))
+    cases = (1, 0.0), (2, 0.0), (2, 0.1)
     for (micro_steps, clip), results in zip(
         cases, run_in_turn(world_size, *(partial(every_mode, *case) for case in cases)), strict=True
     ):
@@ -65,6 +66,11 @@ def test_ten_steps(world_size):
 
 
 def compiled_and_not():
+    if dist.get_rank() == 0:  # the others find what it has compiled
+        model = GPT(SIZES)
+        model.compile_blocks()
+        loss_of(model, 0, 0).backward()
+    dist.barrier()
     found = {"adamw": trained(*make("adamw", compile_blocks=True)), "eager": trained(*make("sharded"))}
     model, optimizer = make("sharded", compile_blocks=True)
     counters = torch._dynamo.utils.counters

@@ -17,7 +17,7 @@ from zero import checkpoint as ckpt
 from zero import host_comm
 from zero.flags import Flags
 
-STEPS = 3  # before and after the save
+STEPS = 4  # before and after the save
 ALL_MODES = {**MODES, "bfloat16": Flags(param_dtype="bfloat16", bucket_mb=0.0002), "hybrid": Flags(bucket_mb=0.0002)}
 ALL_MODES["codecs"] = replace(ALL_MODES["bfloat16"], param_dtype="bfloat16_remainder", state_dtype="int8")
 WORLD_SIZES = (1, 2, 3, 4)

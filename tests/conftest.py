@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config, items):
         assert (len(mark.args), [*mark.kwargs]) == (1, ["seconds"]), mark
     if config.getoption("as_on_gpu"):
         items[:] = [item for item in items if item.get_closest_marker("processes")]
-    longest = "wandb_run", "bench", "prediction", "train", "any_model", "pretended_gpu", "muon", "behaviours"
+    longest = "wandb_run", "bench", "prediction", "train", "any_model", "pretended_gpu", "muon", "gpt", "any_to_any"
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in longest)
 
 

@@ -29,9 +29,7 @@ def pytest_configure(config):
     os.environ["XDG_CACHE_HOME"] = cache.name
     config.add_cleanup(cache.cleanup)
     if config.getoption("as_on_gpu"):
-        from ranks import travels
-
-        travels["as on a GPU"] = True
+        os.environ["ZERO1_TEST_AS_ON_GPU"] = "1"  # for the processes of tests.ranks
 
 
 def _starts_processes(used, seen):

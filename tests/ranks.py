@@ -27,7 +27,6 @@ PRELOADED = [
 context.set_forkserver_preload(PRELOADED)  # imported once, then forked
 
 TIMEOUT_S = 600
-travels = {"as on a GPU": False}  # whether the ranks that start next send buckets in main memory as NCCL does
 
 
 class Ranks:
@@ -36,9 +35,9 @@ class Ranks:
     def __init__(self, world_size: int):
         self.folder = tempfile.TemporaryDirectory()
         self.connections, theirs = zip(*(context.Pipe() for _ in range(world_size)), strict=True)
-        how = world_size, self.folder.name, travels["as on a GPU"]
         self.processes = [
-            context.Process(target=_serve, args=(rank, pipe, *how), daemon=True) for rank, pipe in enumerate(theirs)
+            context.Process(target=_serve, args=(rank, pipe, world_size, self.folder.name), daemon=True)
+            for rank, pipe in enumerate(theirs)
         ]
         for process in self.processes:
             process.start()
@@ -137,7 +136,7 @@ def travel_as_on_gpu() -> None:
     collectives.Communicator._is_native = lambda comm, bucket: True  # type: ignore[method-assign]
 
 
-def _serve(rank: int, connection: Connection, world_size: int, folder: str, as_on_gpu: bool) -> None:
+def _serve(rank: int, connection: Connection, world_size: int, folder: str) -> None:
     """In the new process: answer calls until the other end of the connection is closed."""
     gc.freeze()  # otherwise each collection looks at all of torch
     log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
@@ -145,7 +144,7 @@ def _serve(rank: int, connection: Connection, world_size: int, folder: str, as_o
     faulthandler.enable(log)
     faulthandler.register(signal.SIGUSR1, log)
     try:
-        if as_on_gpu:
+        if "ZERO1_TEST_AS_ON_GPU" in os.environ:  # see conftest.py
             travel_as_on_gpu()
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
         while True:

@@ -86,7 +86,8 @@ class Ranks:
         if process.exitcode is None:
             os.kill(process.pid, signal.SIGUSR1)  # type: ignore[arg-type]  # for the stack
             time.sleep(0.3)
-        return f"{pathlib.Path(self.folder.name, f'{rank}.log').read_text()[-3000:]}\nexit code {process.exitcode}"
+        log = pathlib.Path(self.folder.name, f"{rank}.log")  # is absent if the rank has ended before it could run
+        return f"{log.read_text()[-3000:] if log.exists() else ''}\nexit code {process.exitcode}"
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

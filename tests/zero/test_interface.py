@@ -55,6 +55,7 @@ def state_dicts(to, **kwargs):
             scheduler.step()
         with pytest.raises(RuntimeError, match=NAMES):
             optimizer.state_dict()
+    assert_equal(weights(module), weights(oracle))
     optimizer.state["seen"], plain.state["seen"] = 3, 3  # which callers may keep there
     with pytest.raises(ValueError, match="to=9 is not the same rank on all ranks, one of 0 to"):
         optimizer.consolidate_state_dict(9)

@@ -14,6 +14,7 @@ from ranks import run_ranks
 from toy import assert_equal, build_toy, make_toy, train
 
 from zero import checkpoint as ckpt
+from zero.checkpoint.files import corruption_message
 from zero.checkpoint.state import local_chunks
 from zero.checkpoint.store import commit
 
@@ -216,3 +217,15 @@ def test_a_commit_that_fails_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("no more names")))
     save_alone(tmp_path, 2)
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("first line\nsecond line", "x is damaged, or not a checkpoint: first line"),
+        ("Weights only load failed. Read this\nbad magic", "x is damaged, or not a checkpoint: bad magic"),
+        (EOFError(), "x is damaged, or not a checkpoint: EOFError"),
+    ],
+)
+def test_one_line_on_a_damaged_file(reason, expected):
+    assert corruption_message("x", reason) == expected

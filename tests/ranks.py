@@ -149,18 +149,15 @@ def _serve(rank: int, connection: Connection, world_size: int, folder: str) -> N
             travel_as_on_gpu()
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
         while True:
-            _answer(connection)
+            function, args = connection.recv()
+            _send(connection, "returned", function(*args))
+            del function, args
             gc.collect()
     except BaseException:
         with contextlib.suppress(BrokenPipeError):  # nobody listens any more
             _send(connection, "raised", traceback.format_exc())
     finally:
         os._exit(0)  # the interpreter does not clean up, which gloo's threads can turn into an abort
-
-
-def _answer(connection: Connection) -> None:
-    function, args = connection.recv()
-    _send(connection, "returned", function(*args))
 
 
 def _send(connection: Connection, kind: str, what: Any) -> None:

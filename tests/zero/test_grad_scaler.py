@@ -62,19 +62,6 @@ def test_all_ranks_skip_or_none():
             assert scale == 2.0**9
 
 
-def skip_on_demand(flag):
-    model, optimizer = build_toy("sharded")
-    scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
-    before = weights(model)
-    scaler.scale(model(*batch(0, dist.get_rank()))).backward()
-    scaler.unscale_(optimizer)
-    scaler.skip_if(optimizer, torch.tensor(flag))
-    scaler.step(optimizer)
-    scaler.update()
-    assert (largest_difference(weights(model), before) == 0.0) == bool(flag)
-    assert scaler.get_scale() == (2.0**9 if flag else 2.0**10)
-
-
 def whole_gradients():
     """Without ShardedDataParallel, every rank has all of them, also after unscaling."""
     params = [torch.nn.Parameter(torch.zeros(size)) for size in (40, 3)]
@@ -87,8 +74,8 @@ def whole_gradients():
     assert all((param == -1.0).all() for param in params)
 
 
-def test_skips_on_demand_and_whole_gradients():
-    run_in_turn(2, partial(skip_on_demand, 0.0), partial(skip_on_demand, 1.0), whole_gradients)
+def test_whole_gradients():
+    run_in_turn(2, whole_gradients)
 
 
 def test_whole_float16_gradients_are_refused():

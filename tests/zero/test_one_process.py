@@ -1,6 +1,5 @@
 """One process, without torch.distributed: the flags that save memory there act through zero.build, the others say so."""
 
-import math
 from unittest import mock
 
 import pytest
@@ -11,7 +10,7 @@ from toy import assert_equal, batch, build_toy, make_toy, train, weights
 from forecast.modes import without_effect
 from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
 from zero import checkpoint as ckpt
-from zero.build import build, clip_grad_norm_
+from zero.build import build
 from zero.flags import Flags
 from zero.held_bytes import held_bytes
 from zero.tensors import from_dlpack
@@ -53,27 +52,6 @@ def test_remainders_are_float32_masters(muon):
     assert held[0] == 2 * held[1] > 0
     assert_equal(*ends)
     assert {tensor.dtype for name, tensor in ends[0][0].items()} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize(
-    ("micro_steps", "shard_gradients", "itemsize"), [(1, False, 2), (3, False, 2), (1, True, 2), (3, True, 4)]
-)
-def test_a_gradient_keeps_its_dtype_unless_it_is_a_sum_of_micro_steps(micro_steps, shard_gradients, itemsize):
-    model, optimizer = built(param_dtype="bfloat16", state_dtype="int8", shard_gradients=shard_gradients)
-    for micro_step in range(micro_steps):
-        model.require_backward_grad_sync = micro_step == micro_steps - 1
-        model(*batch(micro_step, 0)).backward()
-    norm = clip_grad_norm_(optimizer, math.inf)
-    numel = sum(bucket.data.numel() for bucket in optimizer.buckets)
-    assert held_bytes(optimizer, model)["gradients"] == itemsize * numel
-    used = [owned for owned in optimizer.owned if owned.local.grad is not None]
-    gradients = [owned.local.grad for owned in used]
-    assert {gradient.dtype.itemsize for gradient in gradients} == {itemsize}
-    assert norm == pytest.approx(torch.cat([gradient.double().flatten() for gradient in gradients]).norm().item(), rel=1e-5)
-    optimizer.step()
-    assert all(owned.local.grad is gradient for owned, gradient in zip(used, gradients, strict=True))
-    optimizer.zero_grad()
-    assert held_bytes(optimizer, model)["gradients"] == 0
 
 
 def test_a_scaler_unscales_float16_in_float32():

@@ -68,8 +68,9 @@ class Ranks:
     def results(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What the function returns, by rank. An error on any rank is raised here, with its traceback."""
         said = self.call(function, *args)
-        errors = [f"rank {rank} {kind} in {function}:\n{what}" for rank, (kind, what) in enumerate(said) if kind != "returned"]
+        errors = [f"rank {rank} {kind}:\n{what}" for rank, (kind, what) in enumerate(said) if kind != "returned"]
         if errors:
+            errors.insert(0, f"in {function!s:.200}")
             raise RuntimeError("\n".join(errors))
         return [value for _, value in said]
 
@@ -84,7 +85,8 @@ class Ranks:
         process = self.processes[rank]
         process.join(0.1)
         if process.exitcode is None:
-            os.kill(process.pid, signal.SIGUSR1)  # type: ignore[arg-type]  # for the stack
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)  # type: ignore[arg-type]  # for the stack
             time.sleep(0.3)
         log = pathlib.Path(self.folder.name, f"{rank}.log")  # is absent if the rank has ended before it could run
         return f"{log.read_text()[-3000:] if log.exists() else ''}\nexit code {process.exitcode}"

@@ -63,7 +63,7 @@ def test_what_is_built():
     run_in_turn(2, the_flags_choose_the_classes, flags_that_do_not_go_together)
 
 
-# -- without torch.distributed: the flags that save memory act, the others say so -----------------------------------------------
+# -- without torch.distributed ------------------------------------------------------------------------------------------
 
 
 def test_without_a_process_group_there_is_no_wrapper():

@@ -29,9 +29,7 @@ def pytest_configure(config):
     os.environ["XDG_CACHE_HOME"] = cache.name
     config.add_cleanup(cache.cleanup)
     if config.getoption("as_on_gpu"):
-        from ranks import travels
-
-        travels["as on a GPU"] = True
+        os.environ["ZERO1_TEST_AS_ON_GPU"] = "1"  # for the processes of tests.ranks
 
 
 def _starts_processes(used, seen):
@@ -68,7 +66,7 @@ def pytest_collection_modifyitems(config, items):
         assert (len(mark.args), [*mark.kwargs]) == (1, ["seconds"]), mark
     if config.getoption("as_on_gpu"):
         items[:] = [item for item in items if item.get_closest_marker("processes")]
-    longest = "wandb_run", "bench", "prediction", "train", "any_model", "pretended_gpu", "muon", "behaviours"
+    longest = "wandb_run", "bench", "prediction", "train", "any_model", "pretended_gpu", "muon", "gpt", "any_to_any"
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in longest)
 
 

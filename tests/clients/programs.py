@@ -39,17 +39,10 @@ def adamw(params, is_sharded):
 def trainer(is_sharded, folder, first, steps):
     from transformers import Trainer, TrainingArguments
 
-    settings = TrainingArguments(
-        *(folder,),
-        **{"use_cpu": True, "max_steps": first + steps, "per_device_train_batch_size": BATCH, "save_steps": first + steps},
-        **{
-            "logging_steps": 1,
-            "report_to": "none",
-            "max_grad_norm": 1.0,
-            "lr_scheduler_type": "constant",
-            "disable_tqdm": True,
-        },
-    )
+    how = {"use_cpu": True, "max_steps": first + steps, "per_device_train_batch_size": BATCH, "save_steps": first + steps}
+    how |= {"logging_steps": 1, "report_to": "none", "disable_tqdm": True}
+    how |= {"max_grad_norm": 1.0, "lr_scheduler_type": "constant"}
+    settings = TrainingArguments(folder, **how)
     model, data = gpt2(), [{"input_ids": row, "labels": row} for row in tokens(settings.world_size)]
     optimizer = adamw(model.parameters(), is_sharded)
 

@@ -380,16 +380,6 @@ class TrainingOf:
         return weights(module)
 
 
-def scaled(model, module, optimizer):
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for step in range(3):
-        scaler.scale(loss_of(model, inputs(step))).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-
 def each_with(each, *values):
     return {f"{each.__name__}: {value}": loop(partial(each, value)) for value in values}
 
@@ -434,7 +424,6 @@ BEHAVIOURS = {
     ),
     "step hooks": on(net, partial(step_hooks, False)),
     "global step hooks": on(net, partial(step_hooks, True)),
-    "a disabled scaler": on(net, scaled),
     "complex parameters": loop(
         lambda model, _, step: model(inputs(step) + 0j).abs().square().sum().backward(),
         lambda: nn.Linear(8, 3, dtype=torch.complex64),

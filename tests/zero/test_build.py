@@ -1,15 +1,21 @@
-"""zero/build.py: which classes the flags choose, which flags are refused, and what the console says."""
+"""zero/build.py: which classes the flags choose, with several ranks and without torch.distributed; which flags are refused."""
+
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_in_turn, run_ranks
-from toy import MODES, build_toy, make_toy
+from ranks import run_in_turn
+from toy import MODES, assert_equal, batch, build_toy, make_toy, train, weights
 
 from forecast.modes import without_effect
 from run.memory_meter import describe
+from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
+from zero import checkpoint as ckpt
 from zero.build import build
 from zero.flags import Flags
+from zero.held_bytes import held_bytes
+from zero.tensors import from_dlpack
 
 CLASSES = {
     "adamw": ("DistributedDataParallel", "AdamW"),
@@ -33,14 +39,6 @@ def the_flags_choose_the_classes():
             assert line.endswith("; plain AdamW would hold 0.0 MB on each")
 
 
-def test_without_a_process_group_there_is_no_wrapper():
-    model = make_toy()
-    built, optimizer = build(model, model.param_groups(), lr=0.01)
-    assert built is model
-    assert type(optimizer) is torch.optim.AdamW
-    assert optimizer.defaults["fused"]
-
-
 def flags_that_do_not_go_together():
     model = make_toy()
     groups = model.param_groups()
@@ -61,5 +59,82 @@ def flags_that_do_not_go_together():
 
 
 def test_what_is_built():
-    run_ranks(the_flags_choose_the_classes, 1)
+    run_in_turn(1, the_flags_choose_the_classes)
     run_in_turn(2, the_flags_choose_the_classes, flags_that_do_not_go_together)
+
+
+# -- without torch.distributed ------------------------------------------------------------------------------------------
+
+
+def test_without_a_process_group_there_is_no_wrapper():
+    model = make_toy()
+    built, optimizer = build(model, model.param_groups(), lr=0.01)
+    assert built is model
+    assert type(optimizer) is torch.optim.AdamW
+    assert optimizer.defaults["fused"]
+
+
+def built(muon=False, **flags):
+    assert not dist.is_initialized()
+    return build_toy(Flags(bucket_mb=0.0002, **flags), muon=muon, freeze=False, overlap=["hidden"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "implementation", "idle"),
+    [
+        ({}, "adamw", ["use_zero1=True"]),
+        ({"use_zero1": False}, "adamw", []),
+        ({"zero1_impl": "torch"}, "adamw", ["use_zero1=True", "zero1_impl=torch"]),
+        ({"shard_gradients": True, "shard_size": 8}, "adamw", ["shard_size=8", "use_zero1=True", "shard_gradients=True"]),
+        ({"param_dtype": "bfloat16", "shard_gradients": True}, "sharded", []),
+        ({"state_dtype": "int8", "shard_gradients": True, "bucket_mb": 1.0}, "sharded", ["shard_gradients=True"]),
+        ({"param_dtype": "bfloat16_remainder", "state_dtype": "int8", "shard_size": 8}, "sharded", ["shard_size=8"]),
+    ],
+)
+def test_which_flags_act(flags, implementation, idle):
+    assert Flags(**flags).implementation(1) == implementation
+    assert without_effect(Flags(**flags), 1) == idle
+    assert without_effect(Flags(**flags), 2) == []
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("muon", [False, True])
+def test_remainders_are_float32_masters(muon):
+    """Bit for bit, in half the bytes."""
+    ends, held = [], []
+    for param_dtype in ("bfloat16", "bfloat16_remainder"):
+        model, optimizer = built(muon, param_dtype=param_dtype)
+        train(model, optimizer, 0, steps=20, clip=0.01)
+        ends.append([weights(model), ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)])
+        held.append(held_bytes(optimizer)["master"])
+    assert held[0] == 2 * held[1] > 0
+    assert_equal(*ends)
+    assert {tensor.dtype for name, tensor in ends[0][0].items()} == {torch.bfloat16}
+
+
+def test_a_scaler_unscales_float16_in_float32():
+    model = make_toy()
+    optimizer = ShardedOptimizer(model.param_groups(), torch.optim.AdamW, param_dtype="float16", lr=0.01)
+    wrapped, scaler = ShardedDataParallel(model, optimizer), ShardedGradScaler("cpu", init_scale=4.0)
+    before = weights(model)
+    scaler.scale(wrapped(*batch(0, 0))).backward()
+    scaler.unscale_(optimizer)
+    assert {owned.local.grad.dtype for owned in optimizer.owned if owned.local.grad is not None} == {torch.float32}
+    scaler.step(optimizer)
+    assert not torch.equal(weights(model)["hidden.weight"], before["hidden.weight"])
+
+
+def test_mps_is_refused():
+    with pytest.raises(ValueError, match="param_dtype and state_dtype do not support device=mps"):
+        build(model := make_toy(), model.param_groups(), Flags(state_dtype="int8"), device=torch.device("mps"))
+
+
+def test_parameters_move_while_their_gpu_is_the_current_one(monkeypatch):
+    """DLPack refuses to export the memory of another one."""
+    calls = mock.MagicMock(**{"export.side_effect": from_dlpack})
+    monkeypatch.setattr(torch.cuda, "device_of", calls.device_of)
+    monkeypatch.setattr("zero.tensors.from_dlpack", calls.export)
+    _, optimizer = built(param_dtype="bfloat16")
+    each = ["device_of", "device_of().__enter__", "export", "device_of().__exit__"]
+    assert [name for name, *_ in calls.mock_calls] == each * len(optimizer.number_of)
+    assert calls.device_of.call_args_list == calls.export.call_args_list, "of the same tensor"

@@ -73,24 +73,6 @@ def test_what_is_decoded_encodes_to_the_same_bytes(codec, numel, positive):
     assert all(map(torch.equal, encoded, again))
 
 
-def test_errors_of_int8_are_those_of_the_dynamic_map():
-    for positive, largest_error in ((True, 0.75 * 0.9 / 128), (False, 0.75 * 0.9 / 64)):  # below the largest code
-        exact = torch.rand(BLOCK * 64, generator=torch.Generator().manual_seed(0))
-        exact = exact if positive else exact * 2 - 1
-        decoded = Int8().decode(encode(Int8(), exact))
-        scale = exact.view(-1, BLOCK).abs().amax(1, keepdim=True)
-        error = ((decoded - exact).view(-1, BLOCK) / scale).abs().max()
-        assert 0.7 * largest_error < error < largest_error + 2**-9  # the ratio is rounded to bfloat16 first
-
-
-@pytest.mark.parametrize("positive", [True, False])
-def test_what_is_not_zero_stays_so(positive):
-    exact = values(4 * BLOCK, positive)
-    decoded = Int8().decode(encode(Int8(), exact))
-    assert torch.equal(decoded == 0, exact == 0)
-    assert torch.equal(decoded.sign(), exact.sign())
-
-
 @pytest.mark.parametrize("signs", [1, -1])
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
 def test_int8_moves_no_weight_further_than_the_plain_class(cls, signs):
@@ -110,18 +92,6 @@ def test_int8_moves_no_weight_further_than_the_plain_class(cls, signs):
     plain, rounded = moved
     assert (rounded <= 1.15 * plain).all(), (rounded / plain).max()
     assert (rounded >= 0.9 * plain)[gradients.abs() > 1e-3].all(), "large ones move as far"
-
-
-def test_stochastic_rounding_is_right_on_average():
-    """A second moment with beta2 = 0.999 falls by 0.1 % in a step: nearest rounding would never change it."""
-    numel, steps = 2**17, 200
-    moment, nearest = torch.full((numel,), 1.0), torch.full((numel,), 1.0, dtype=torch.bfloat16)
-    codec = BFloat16()
-    for step in range(steps):
-        moment = codec.decode(encode(codec, 0.999 * moment, step))
-        nearest = (0.999 * nearest.float()).bfloat16()
-    assert nearest.float().mean() == 1.0, "it stalls"
-    assert moment.mean() == pytest.approx(0.999**steps, rel=1e-3)
 
 
 def test_second_moments_in_int8_neither_decay_nor_grow_as_they_should():
@@ -227,12 +197,11 @@ def skip_and_resume(name):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_resumed_run_is_bit_exact(world_size):
     """Also after an update that was skipped, and of classes without `step`."""
-    some = ("bfloat16", "both")
-    names = CODECS if world_size == 2 else some
-    runs = [partial(save_and_resume, name, shard_gradients) for name in names for shard_gradients in (False, True)]
+    runs = [partial(save_and_resume, "bfloat16", True), partial(save_and_resume, "both", False)]
     if world_size == 2:
-        runs += [partial(save_and_resume, name, False) for name in WITHOUT_STEP]
-        runs += [partial(skip_and_resume, name) for name in (*some, "muon")]
+        shard_gradients = {"masters": False, "int8": True, "remainder": True, "sgd": False}
+        runs = [partial(save_and_resume, *each) for each in shard_gradients.items()]
+        runs += [partial(skip_and_resume, name) for name in ("bfloat16", "both", "muon")]
     run_in_turn(world_size, *runs)
 
 
@@ -315,11 +284,12 @@ def only_padding():
     torch.use_deterministic_algorithms(True)  # torch.empty then fills its memory with nan
     model, optimizer = sharded_toy(**CODECS["both"])
     train(model, optimizer, dist.get_rank(), 2)
+    torch.use_deterministic_algorithms(False)
     return sum(not bucket.owned and bucket.shard.numel() > 0 for bucket in optimizer.buckets)
 
 
 def test_replicas_round_alike_and_padding_changes_nothing():
-    *by_codec, padding = run_in_turn(4, *(partial(replicas, name) for name in CODECS), only_padding)
+    *by_codec, padding = run_in_turn(4, *(partial(replicas, name) for name in ("bfloat16", "both")), only_padding)
     for results in by_codec:
         for rank, result in enumerate(results):
             assert_equal(result["weights"], results[0]["weights"])

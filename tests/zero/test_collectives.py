@@ -101,12 +101,3 @@ def receive_of_the_users_own():
 
 def test_messages_of_the_user_are_not_mixed_up_with_shards():
     assert run_ranks(receive_of_the_users_own, 2) == [([0.0, 0.0, 1.0, 1.0], [7.0, 7.0])] * 2
-
-
-def test_a_group_of_one_needs_no_process_group():
-    comm = collectives.Communicator(None)
-    bucket = torch.arange(4.0)
-    shard = comm.sum_of(comm.reduce_scatter(bucket), None, torch.empty(4))
-    assert shard is bucket  # nothing is added or copied
-    assert not comm.all_gather(bucket)
-    assert not sum(comm.sent_bytes.values())

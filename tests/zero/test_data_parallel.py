@@ -13,9 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from toy import batch, largest_difference, make_toy, sharded_toy, train, weights
 
-from zero import ShardedDataParallel, ShardedOptimizer, collectives
+from zero import ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
-from zero.gradients import SentGradient
 from zero.reducer import BucketGradients
 
 STEPS = 7
@@ -35,12 +34,12 @@ def loss_of(model, number, rank):
     return loss
 
 
-def oracle_run(micro_steps, clip, shard_gradients, dtype):
+def oracle_run(world_size, micro_steps, clip, shard_gradients, dtype):
     """All batches in one process: gradients are averaged as DistributedDataParallel does, before they are added in float32.
 
     The model in `dtype` and its float32 masters, which AdamW updates.
     """
-    model, masters, world_size = make_toy(0).to(dtype), make_toy(0), dist.get_world_size()
+    model, masters = make_toy(0).to(dtype), make_toy(0)
     optimizer = torch.optim.AdamW(masters.param_groups(), lr=0.01, fused=True)
     pairs = list(zip(model.parameters(), masters.parameters(), strict=True))
     for step in range(STEPS):
@@ -60,34 +59,38 @@ def oracle_run(micro_steps, clip, shard_gradients, dtype):
     return weights(model), weights(masters)
 
 
-def like_the_oracle(micro_steps, clip, param_dtype):
-    world_size, dtype = dist.get_world_size(), getattr(torch, param_dtype.removesuffix("_remainder"))
-    for shard_gradients in (False, True):
-        expected, masters = oracle_run(micro_steps, clip, shard_gradients, dtype)
-        assert largest_difference(masters, weights(make_toy(0))) > 0.01, "training must have changed something"
-        model, optimizer = make(shard_gradients=shard_gradients, param_dtype=param_dtype)
-        train(model, optimizer, dist.get_rank(), STEPS, clip, micro_steps=micro_steps, decay_lr=False, loss_of=loss_of)
-        assert {param.dtype for param in model.parameters()} == {dtype}, "also the frozen ones"
-        # a sum of two is the same in any order; with shard_gradients micro-steps are added after ranks, not before
-        exact = world_size == 1 or (world_size == 2 and not (shard_gradients and micro_steps > 1))
-        exact, rounding = exact and not clip, 2**-8 if dtype == torch.bfloat16 else 1e-6
-        assert largest_difference(weights(model), expected) <= (0.0 if exact else rounding), shard_gradients
-        whole = ckpt.model_state_dict(model.module, optimizer)
-        if whole is not None:
-            trained = {name for name in whole if not name.startswith("frozen")}  # what is frozen has no master
-            assert {whole[name].dtype for name in trained} == {torch.float32}
-            difference = largest_difference(*({name: each[name] for name in trained} for each in (whole, masters)))
-            assert difference <= (0.0 if exact else 1e-5)
-        sent = STEPS * sum(bucket.shard.nbytes for bucket in optimizer.buckets) * (world_size - 1)
-        scatters = micro_steps if shard_gradients else 1
-        assert [optimizer.comm.sent_bytes[kind] for kind in ("reduce-scatter", "all-gather")] == [scatters * sent, sent]
+def trained(micro_steps, clip, param_dtype, shard_gradients):
+    """The weights, on rank 0 the masters as they are saved, and the bytes that were sent, in units of what a rank gathers."""
+    model, optimizer = make(shard_gradients=shard_gradients, param_dtype=param_dtype)
+    train(model, optimizer, dist.get_rank(), STEPS, clip, micro_steps=micro_steps, decay_lr=False, loss_of=loss_of)
+    gathered = STEPS * sum(bucket.shard.nbytes for bucket in optimizer.buckets) * (dist.get_world_size() - 1)
+    sent = [optimizer.comm.sent_bytes[kind] / max(1, gathered) for kind in ("reduce-scatter", "all-gather")]
+    return weights(model), ckpt.model_state_dict(model.module, optimizer) or {}, sent
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_parity(world_size):
     cases = [(1, 0.0, "float32"), (4, 0.0, "float32"), (2, 0.05, "float32")]
     cases += [(1, 0.0, "bfloat16"), (3, 0.0, "bfloat16_remainder")] if world_size < 4 else []
-    run_in_turn(world_size, *(functools.partial(like_the_oracle, *case) for case in cases))
+    cases = [(*case, shard_gradients) for case in cases for shard_gradients in (False, True)]
+    by_case = run_in_turn(world_size, *(functools.partial(trained, *case) for case in cases))
+    for (micro_steps, clip, param_dtype, shard_gradients), results in zip(cases, by_case, strict=True):
+        dtype = getattr(torch, param_dtype.removesuffix("_remainder"))
+        [[oracle]] = run_in_turn(1, functools.partial(oracle_run, world_size, micro_steps, clip, shard_gradients, dtype))
+        expected, masters = oracle
+        assert largest_difference(masters, weights(make_toy(0))) > 0.01, "training must have changed something"
+        # a sum of two is the same in any order; with shard_gradients micro-steps are added after ranks, not before
+        exact = world_size == 1 or (world_size == 2 and not (shard_gradients and micro_steps > 1))
+        exact, rounding = exact and not clip, 2**-8 if dtype == torch.bfloat16 else 1e-6
+        for found, _, sent in results:
+            assert {tensor.dtype for tensor in found.values()} == {dtype}, "also the frozen ones"
+            assert largest_difference(found, expected) <= (0.0 if exact else rounding), shard_gradients
+            assert sent == ([micro_steps if shard_gradients else 1, 1] if world_size > 1 else [0, 0])
+        whole = results[0][1]
+        own = {name for name in whole if not name.startswith("frozen")}  # what is frozen has no master
+        assert {whole[name].dtype for name in own} == {torch.float32}
+        difference = largest_difference(*({name: each[name] for name in own} for each in (whole, masters)))
+        assert difference <= (0.0 if exact else 1e-5)
 
 
 def alone_under_averaging_by_hand():
@@ -112,34 +115,6 @@ def alone_under_averaging_by_hand():
     from_bfloat16 = ShardedOptimizer(make_toy().to(torch.bfloat16).parameters(), torch.optim.SGD, param_dtype="bfloat16")
     for each in (optimizer, from_bfloat16):
         assert all(bucket.masters.values.dtype == torch.float32 for bucket in each.buckets)
-
-
-def no_sync_and_state():
-    """no_sync() accumulates; gradients are gone once they are reduced; bytes are those of a ring all-reduce."""
-    model, optimizer = make()
-    with model.no_sync():
-        loss_of(model, 0, dist.get_rank()).backward()
-    assert model.module.hidden.weight.grad is not None
-    assert not optimizer.comm.sent_bytes
-    loss_of(model, 1, dist.get_rank()).backward()
-    assert all(isinstance(param.grad, SentGradient | None) for param in model.parameters())
-    optimizer.step()
-    optimizer.synchronize()
-    elements = sum(bucket.data.numel() for bucket in optimizer.buckets)
-    expected = elements * 4 * (dist.get_world_size() - 1) // dist.get_world_size()
-    assert optimizer.comm.sent_bytes == {"reduce-scatter": expected, "all-gather": expected}
-    assert set(optimizer.comm.waits.read_ms()) == {"reduce-scatter", "all-gather", "all-reduce"}
-
-
-def shard_gradients_set_later():
-    model, _ = make()
-    found = []
-    for model.shard_gradients in (False, True):
-        with model.no_sync():
-            loss_of(model, 0, 0).backward()
-        found.append(isinstance(model.module.hidden.weight.grad, SentGradient))
-        model.zero_grad()
-    assert found == [False, True]
 
 
 def a_gradient_that_somebody_keeps():
@@ -214,32 +189,6 @@ def half_precision_norms():
         torch.set_default_dtype(torch.float32)
 
 
-def a_trace_names_the_phases_of_a_step_by_bucket():
-    model, optimizer = make(seed=0)
-    loss_of(model, 4, 0).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        loss_of(model, 2, 0).backward()
-        optimizer.step()
-        optimizer.synchronize()
-    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-    names = [event.name for event in events if event.name.startswith("zero::")]
-
-    def of(phase):
-        return [int(name.rpartition(" ")[2]) for name in names if name.startswith(f"zero::{phase} bucket ")]
-
-    buckets = list(range(len(optimizer.buckets)))
-    assert len(buckets) > 3
-    assert of("reduce_scatter") == of("wait_reduce_scatter") == buckets
-    assert of("all_gather") == buckets[::-1]
-    stride = -1 if collectives.is_on_cpu(optimizer.buckets[0].data) else -2  # on a GPU two share a call
-    assert of("update") == buckets[::stride]
-    assert sorted(of("wait_all_gather")) == sorted(2 * buckets)
-    last = buckets[-1]
-    assert names.index(f"zero::update bucket {last}") > names.index(f"zero::wait_reduce_scatter bucket {last}")
-
-
 def calls():
     """On a GPU, small shards share a call of the inner optimizer, unless the call needs memory for each of them."""
     for on_cpu, kwargs, expected in (
@@ -276,9 +225,6 @@ def buckets_that_nobody_has_filled():
 
 
 def test_steps_of_two_ranks():
-    run_in_turn(
-        *(2, no_sync_and_state, shard_gradients_set_later, reentrant_checkpoints, alone_under_averaging_by_hand),
-        *(a_gradient_that_somebody_keeps, buckets_that_nobody_has_filled),
-        *(calls, half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
-        *(functools.partial(a_backward_without_gradients, shard_gradients) for shard_gradients in (False, True)),
-    )
+    without_gradients = (functools.partial(a_backward_without_gradients, is_sharded) for is_sharded in (False, True))
+    own = alone_under_averaging_by_hand, a_gradient_that_somebody_keeps, reentrant_checkpoints, buckets_that_nobody_has_filled
+    run_in_turn(2, *own, calls, half_precision_norms, *without_gradients)

@@ -51,7 +51,7 @@ MORE = pytest.mark.slow("test_data_parallel.py has a smaller model on more ranks
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=MORE), pytest.param(4, marks=MORE)])
 def test_ten_steps(world_size):
-    cases = list(itertools.product((1, 4), (0.0, 0.1)))
+    cases = (1, 0.0), (2, 0.0), (2, 0.1)
     for (micro_steps, clip), results in zip(
         cases, run_in_turn(world_size, *(partial(every_mode, *case) for case in cases)), strict=True
     ):

@@ -16,6 +16,8 @@ from zero.build import clip_grad_norm_
 from zero.flags import Flags
 from zero.host_comm import gather_objects
 
+STEPS = 5
+
 
 def hybrid_toy(shard_size, **flags):
     return build_toy(Flags(bucket_mb=0.0002, shard_size=shard_size, **flags))
@@ -25,10 +27,10 @@ def trained_like_adamw(shard_size):
     rank, found = dist.get_rank(), {}
     for clip in (0.0, 0.1):
         reference, adamw = build_toy("adamw")
-        train(reference, adamw, rank, 10, clip)
+        train(reference, adamw, rank, STEPS, clip)
         for shard_gradients in (False, True):
             model, optimizer = hybrid_toy(shard_size, shard_gradients=shard_gradients)
-            train(model, optimizer, rank, 10, clip)
+            train(model, optimizer, rank, STEPS, clip)
             state = {str(key): value for key, value in optimizer.inner.state_dict()["state"].items()}
             result = {"clip": clip, "hybrid": weights(model), "adamw": weights(reference), "state": state}
             found[f"clip {clip}, shard_gradients {shard_gradients}"] = result
@@ -138,7 +140,7 @@ def with_ddp_and_part_of_the_ranks():
                 model.parameters(), torch.optim.AdamW, group, shard_size=shard_size, bucket_mb=0.0002, lr=0.01, fused=True
             )
         ddp = DistributedDataParallel(model, process_group=group)
-        train(ShardedDataParallel(model, optimizer) if name == "wrapped" else ddp, optimizer, rank, 5, clip=0.0)
+        train(ShardedDataParallel(model, optimizer) if name == "wrapped" else ddp, optimizer, rank, STEPS, clip=0.0)
         found[name] = weights(model)
     return found
 

@@ -13,12 +13,12 @@ from ranks import run_in_turn, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import StepLR
 from toy import assert_equal, weights
 
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero.build import clip_grad_norm_
 from zero.checkpoint import consolidate
-from zero.muon.muon import orthogonalized
 
 NAMES = r"call optimizer\.consolidate_state_dict\(\) on all ranks"
 
@@ -35,7 +35,10 @@ def step_of_each(step, *pairs):
 
 
 def state_dicts(to, **kwargs):
+    """Under a schedule, and with a parameter that never has a gradient, and so no state."""
     module, oracle = net(), net()
+    for each in (module, oracle):
+        each.register_parameter("unused", nn.Parameter(torch.ones(9)))
     optimizer = ShardedOptimizer(module.parameters(), optimizer_class=AdamW, lr=0.01, bucket_mb=TINY_MB, **kwargs)
     plain = AdamW(oracle.parameters(), lr=0.01)
     assert_equal(optimizer.state_dict(), plain.state_dict())
@@ -45,17 +48,22 @@ def state_dicts(to, **kwargs):
     optimizer.register_state_dict_post_hook(lambda _, saved: seen.append(len(saved["state"])))
     optimizer.register_load_state_dict_pre_hook(lambda _, loaded: {**loaded, "loaded": seen.append("loading")})
     optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    schedulers = [StepLR(each, 1, 0.5) for each in (optimizer, plain)]
     for step in range(2):
         step_of_each(step, (module, optimizer), (oracle, plain))
+        for scheduler in schedulers:
+            scheduler.step()
         with pytest.raises(RuntimeError, match=NAMES):
             optimizer.state_dict()
+    assert_equal(weights(module), weights(oracle))
     optimizer.state["seen"], plain.state["seen"] = 3, 3  # which callers may keep there
     with pytest.raises(ValueError, match="to=9 is not the same rank on all ranks, one of 0 to"):
         optimizer.consolidate_state_dict(9)
     optimizer.consolidate_state_dict(to)
     if dist.get_rank() == to:
         optimizer.state_dict()["state"].clear()  # is the caller's own
-        assert_equal(optimizer.state_dict(), plain.state_dict())
+        assert_equal(saved := optimizer.state_dict(), plain.state_dict())
+        assert (saved["param_groups"][0]["lr"], saved["state"].keys()) == (0.0025, {1, 2, 3, 4, "seen"})
         assert (seen[-1], len(optimizer.state)) == (5, 1)  # hooks see four parameters and the caller's entry
     else:
         assert_equal(optimizer.state_dict()["param_groups"], plain.state_dict()["param_groups"])
@@ -98,7 +106,7 @@ def without_state():
 
 def test_state_dicts():
     run_in_turn(2, partial(state_dicts, 0), partial(state_dicts, 1, parameters_as_bucket_view=True), without_state)
-    run_in_turn(4, partial(state_dicts, 3), partial(state_dicts, 3, shard_size=2), partial(state_dicts, 1, shard_size=2))
+    run_in_turn(4, partial(state_dicts, 3, shard_size=2))
 
 
 def what_distributed_checkpoint_does():
@@ -123,7 +131,7 @@ def what_distributed_checkpoint_does():
 
 
 def test_distributed_checkpoint():
-    run_ranks(what_distributed_checkpoint_does, 2)
+    run_in_turn(2, what_distributed_checkpoint_does)
 
 
 # -- add_param_group ---------------------------------------------------------------------------------------------------
@@ -204,9 +212,8 @@ def resumed(model_state, saved, **options):
 
 def test_groups_are_added_after_steps():
     groups_are_added()  # in this process
-    for world_size, other in ((2, 3), (3, 2)):
-        (model, saved), *_ = run_ranks(groups_are_added, world_size)
-        run_ranks(resumed, other, model, saved)
+    ((model, saved), *_), *_ = run_in_turn(2, groups_are_added)
+    run_in_turn(3, partial(resumed, model, saved))
 
 
 OPTIONS = (
@@ -376,30 +383,6 @@ def test_norms_train_and_eval():
     for clips in values + norms:
         clips()  # in this process
     run_in_turn(3, *values, *norms)
-
-
-def kellers_muon(weight, gradients, lr, wd, momentum):
-    """A step per gradient of https://github.com/KellerJordan/Muon, with float32 iterations."""
-    mean = torch.zeros_like(weight)
-    for gradient in gradients:
-        mean.lerp_(gradient, 1 - momentum)
-        update = orthogonalized(gradient.lerp(mean, momentum)[None], 5)[0]
-        weight = weight * (1 - lr * wd) - lr * max(1, weight.shape[0] / weight.shape[1]) ** 0.5 * update
-    return weight
-
-
-@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (8, 8)])
-def test_the_rates_of_kellers_muon(shape):
-    torch.manual_seed(0)
-    weight, *gradients = torch.randn(4, *shape)
-    lr, wd, scale = 0.02, 0.3, 0.2 * math.sqrt(shape[1])
-    param = nn.Parameter(weight.clone())
-    group = {"params": [param], "matrices": 1, "lr": lr / scale, "weight_decay": wd * scale, "ns_dtype": "float32"}
-    optimizer = ShardedOptimizer([group], Muon)
-    for gradient in gradients:
-        param.grad = gradient.clone()
-        optimizer.step()
-    torch.testing.assert_close(param.detach(), kellers_muon(weight, gradients, lr, wd, 0.95))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

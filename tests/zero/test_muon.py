@@ -1,7 +1,7 @@
 """zero/muon/: sharded Muon is torch.optim.Muon and AdamW; who transforms what, and what is sent."""
 
 import inspect
-from functools import partial
+from functools import cache, partial
 from unittest import mock
 
 import pytest
@@ -18,11 +18,9 @@ from forecast.run_memory import gpt_specs
 from model import GPT2_SIZES, GPTConfig
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
-from zero.layout import ParameterSpec
 from zero.layout import plan as make_plan
 from zero.muon.matrices import iteration_flops, matrix_plan
 from zero.muon.muon import COEFFICIENTS, orthogonalized
-from zero.options import Options
 
 WIDTH = 24
 DECAY = 0.1
@@ -87,7 +85,8 @@ def newton_schulz(dtype):
     return found["_zeropower_via_newtonschulz"]
 
 
-def oracle(world_size, steps, dtype="torch.float32", micro_steps=1, clip=0.0):
+@cache
+def oracle(world_size, steps, dtype, micro_steps, clip):
     """One process: torch.optim.Muon and torch.optim.AdamW on the mean gradient, with a parameter of its own for each matrix."""
     model = make()
     groups = model.param_groups()
@@ -110,13 +109,11 @@ def oracle(world_size, steps, dtype="torch.float32", micro_steps=1, clip=0.0):
     return weights(model)
 
 
-def like_torch(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
+def trained(steps, ns_dtype, micro_steps, clip, **kwargs):
+    """The weights, and whether matrices were sent."""
     model, optimizer = make_sharded(ns_dtype=ns_dtype, **kwargs)
     train(model, optimizer, dist.get_rank(), steps, clip, micro_steps=micro_steps)
-    world_size = dist.get_world_size()
-    assert (optimizer.comm.sent_bytes["all-to-all"] == 0) == (world_size == 1)
-    expected = oracle(world_size, steps, f"torch.{ns_dtype}", micro_steps, clip)
-    assert largest_difference(weights(model), expected) <= (0 if steps == 12 and world_size < 3 else 1e-5)
+    return weights(model), optimizer.comm.sent_bytes["all-to-all"] > 0
 
 
 WAYS = {  # number of ranks: how they train
@@ -130,38 +127,28 @@ WAYS = {  # number of ranks: how they train
 @pytest.mark.parametrize("world_size", WAYS)
 def test_steps_are_those_of_torchs_optimizers(world_size):
     """In float32, up to rounding of the means; twelve steps on two ranks bit for bit, also with matrices in bfloat16."""
-    run_in_turn(world_size, *(partial(like_torch, **way) for way in WAYS[world_size]))
+    ways = [{"steps": 10, "ns_dtype": "float32", "micro_steps": 1, "clip": 0.0, **way} for way in WAYS[world_size]]
+    for way, results in zip(ways, run_in_turn(world_size, *(partial(trained, **way) for way in ways)), strict=True):
+        how = way["steps"], f"torch.{way['ns_dtype']}", way["micro_steps"], way["clip"]
+        [[expected]] = run_in_turn(1, partial(oracle, world_size, *how))
+        for found, is_sent in results:
+            assert is_sent == (world_size > 1)
+            assert largest_difference(found, expected) <= (0 if way["steps"] == 12 and world_size < 3 else 1e-5)
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
 def test_the_momentum_does_not_stall(state_dtype):
-    """After many equal gradients; rounded to the nearest bfloat16, it would end at 0.78 of the gradient."""
+    """After many equal gradients; rounded to the nearest bfloat16, it would end at 0.9 of the gradient."""
     torch.manual_seed(0)
     param = nn.Parameter(torch.zeros(16, 32))
-    group = {"params": [param], "matrices": 1, "momentum": 0.99, "ns_steps": 1}
+    group = {"params": [param], "matrices": 1, "momentum": 0.97, "ns_steps": 1}
     optimizer = ShardedOptimizer([group], Muon, lr=0.0, state_dtype=state_dtype)
     gradient = torch.rand(16, 32) + 0.5
-    for _ in range(500):
+    for _ in range(200):
         param.grad = gradient
         optimizer.step()
     momentum = ckpt.consolidate(optimizer)["state"][0]["momentum_buffer"]
     assert (momentum / gradient).mean().item() == pytest.approx(1, abs=0.02)
-
-
-def each_matrix_is_sent_once_and_comes_back_once(ns_dtype):
-    """Elements of other ranks' matrices that this rank holds, and of its own that others hold; not those without a gradient."""
-    model, optimizer = make_sharded(ns_dtype=ns_dtype)
-    exchange, rank = optimizer._update.exchange, dist.get_rank()
-    pairs = [(owner, part) for owner, parts in zip(exchange.plan.owners, exchange.plan.parts, strict=True) for part in parts]
-    unused = exchange.number_of[model.module.unused.weight]
-    pairs = [(owner, part) for owner, part in pairs if exchange.plan.matrices[part.matrix].param != unused]
-    sent = sum(part.numel for owner, part in pairs if owner != part.rank and rank in (owner, part.rank))
-    train(model, optimizer, rank, 1)
-    assert optimizer.comm.sent_bytes["all-to-all"] == getattr(torch, ns_dtype).itemsize * sent > 0
-
-
-def test_steps_of_two_ranks():
-    run_in_turn(2, *(partial(each_matrix_is_sent_once_and_comes_back_once, dtype) for dtype in ("bfloat16", "float32")))
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -170,8 +157,7 @@ def test_steps_of_two_ranks():
 @pytest.mark.parametrize(
     ("name", "world_size", "balance"),
     [
-        *(("gpt2", world_size, 1.05 if world_size == 7 else 1.03) for world_size in range(2, 9)),
-        *(("gpt2-xl", world_size, 1.05 if world_size == 7 else 1.03) for world_size in (2, 7, 8)),
+        *(("gpt2", 2, 1.03), ("gpt2", 7, 1.05), ("gpt2", 8, 1.03), ("gpt2-xl", 7, 1.05), ("gpt2-xl", 8, 1.03)),
         *(("gpt2", 64, 1.8), ("gpt2-xl", 64, 1.1)),  # 72 matrices, 288
         *(("gpt2", 1024, 33), ("gpt2-xl", 1024, 14)),  # most ranks have none
     ],
@@ -218,23 +204,6 @@ def test_hardly_any_rank_waits_for_another_one_in_the_schedule(name, world_size)
     for loads in rounds:  # all ranks send a round when they have transformed the second one before it
         ends.append([max(*ends[-2], own) + load for own, load in zip(ends[-1], loads, strict=True)])
     assert max(ends[-1]) <= 1.15 * max(sum(costs) / world_size, *costs)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_parts_cover_every_matrix_and_lie_in_the_shards_of_their_ranks(world_size):
-    shapes = [((7, 10), 1), ((24,), 0), ((15, 4), 3), ((1,), 0), ((33,), 0), ((8, 12), 1)]
-    specs = [ParameterSpec(shape, torch.float32, torch.device("cpu"), matrices=count) for shape, count in shapes]
-    planned = make_plan(specs, world_size, Options(bucket_mb=0.0002))
-    (buffer,) = planned.buffers
-    matrices = matrix_plan(planned)
-    assert len(matrices.matrices) == 5
-    for matrix, parts in zip(matrices.matrices, matrices.parts, strict=True):
-        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
-        assert parts[-1].stop == matrix.numel
-        for part in parts:
-            shard = buffer.layout.shards[part.bucket][part.rank]
-            assert shard.start + part.offset == buffer.layout.offsets[matrix.param] + matrix.start + part.start
-            assert part.offset + part.numel <= len(shard)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -301,8 +270,7 @@ def fails_in_its_own_round():
 def test_ranks_that_fail_in_different_rounds_end_together():
     with mock.patch("ranks.TIMEOUT_S", 30), pytest.raises(RuntimeError) as raised:
         run_ranks(fails_in_its_own_round, 2)
-    assert "did not end" not in str(raised.value)
-    assert all(f"rank {rank}:" in str(raised.value) for rank in (0, 1))
+    assert all(f"rank {rank} raised" in str(raised.value) for rank in (0, 1))
     assert "OutOfMemoryError: on rank" in str(raised.value)
 
 

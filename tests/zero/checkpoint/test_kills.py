@@ -18,7 +18,7 @@ from toy import batch, build_toy, make_toy
 
 from zero import checkpoint as ckpt
 
-STEPS, WORLD_SIZE, KILLS = 16, 2, 8
+STEPS, WORLD_SIZE, KILLS = 16, 2, 5
 
 
 def train_rank(rank, meeting, folder, format, muon, started):

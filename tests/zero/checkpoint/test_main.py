@@ -3,13 +3,11 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT
 from contents import CHECKPOINT, assert_same_contents, numbered, save_alone
+from scripts import run
 
 from zero import checkpoint as ckpt
 from zero.checkpoint.__main__ import main
@@ -18,11 +16,7 @@ from zero.checkpoint.store import commit
 
 def test_inspect(tmp_path, capsys):
     commit(numbered(5), None, str(tmp_path))
-    shown = subprocess.run(
-        [sys.executable, "-m", "zero.checkpoint", "inspect", str(tmp_path / "ckpt.pt")],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert shown.returncode == 0, shown.stderr
+    shown = run("zero/checkpoint/__main__.py", "inspect", str(tmp_path / "ckpt.pt")).succeeded()
     lines = shown.stdout.splitlines()
     assert re.fullmatch(rf"{tmp_path / 'ckpt.pt'}: all checksums hold; 0.0 MB, consolidated", lines[0])
     assert "iteration 5" in lines[1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from contents import VALUES
-from ranks import run_in_turn, run_ranks
+from ranks import run_in_turn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from toy import assert_equal, batch, largest_difference, make_toy, sharded_toy, train, weights
 
@@ -49,7 +49,7 @@ def on_a_subgroup():
 
 
 def test_a_process_group_that_is_not_the_world():
-    assert all(run_ranks(on_a_subgroup, 3)[1:])
+    assert all(run_in_turn(3, on_a_subgroup)[0][1:])
 
 
 def test_kernel_choice_is_the_running_optimizers():
@@ -238,9 +238,9 @@ REFUSED = {
 }
 
 
-def refused():
+def refused(*kinds):
     """All ranks say the same, and none waits for another."""
-    for kind, message in REFUSED.items():
+    for kind, message in ((kind, REFUSED[kind]) for kind in kinds):
         model = make_list()
         optimizer = divide(model, Keeping, kind=kind, shard_size=2)
         update(model, optimizer, range(2))
@@ -365,5 +365,5 @@ def test_a_state_dict_of_copies_lacks_the_masters():
 
 
 def test_what_cannot_be_saved_or_restored_is_refused():
-    run_in_turn(2, models_that_differ, refused, other_classes)
-    run_ranks(refused, 4)  # there are two replicas
+    run_in_turn(2, models_that_differ, partial(refused, *REFUSED), other_classes)
+    run_in_turn(4, partial(refused, "late"))  # there are two replicas

@@ -1,6 +1,5 @@
 """zero/checkpoint/store.py: what a folder keeps, finds, loads and converts; files.py: a file is whole or not there."""
 
-import itertools
 import os
 import random
 import re
@@ -9,13 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-from contents import CHECKPOINT, VALUES, Hostile, assert_same_contents, iterations, numbered, save_alone
-from ranks import run_ranks
-from toy import assert_equal, build_toy, make_toy, train
+from contents import CHECKPOINT, VALUES, Hostile, iterations, numbered, save_alone
+from toy import assert_equal, make_toy
 
 from zero import checkpoint as ckpt
 from zero.checkpoint.files import corruption_message
-from zero.checkpoint.state import local_chunks
 from zero.checkpoint.store import commit
 
 
@@ -130,37 +127,6 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
     assert not os.path.exists("hostile-code-ran")
 
 
-def save_both(folder):
-    """The same state in both formats; how many elements this rank contributed."""
-    model, optimizer = build_toy("sharded")
-    train(model, optimizer, rank=0, steps=3)
-    for format in ckpt.FORMATS:
-        os.makedirs(f"{folder}/{format}", exist_ok=True)
-        writer = ckpt.CheckpointWriter(f"{folder}/{format}", format=format, background=True)
-        writer.write(model.module, optimizer, VALUES)
-        writer.wait()
-        assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
-    return sum(chunk.elements.numel() for chunk in local_chunks(model.module, optimizer)[1])
-
-
-def test_either_format_is_turned_into_the_other(tmp_path):
-    held = run_ranks(save_both, 3, str(tmp_path))
-    one_file = ckpt.load(str(tmp_path / "consolidated" / "ckpt.pt"))
-    moments = [state["exp_avg"] for state in one_file["optimizer"]["state"].values()]
-    in_shards = 2 * sum(each.numel() for each in moments if each.dim())  # a tensor without dimensions is in the file itself
-    assert sum(held) == sum(param.numel() for param in make_toy().parameters()) + in_shards
-    assert max(held) < 0.5 * sum(held), "rank 0 has the frozen ones besides its third"
-    loaded = ckpt.load(str(tmp_path / "sharded" / "ckpt.pt"))["model"]
-    assert_equal(loaded, one_file["model"])
-    assert loaded["head.weight"] is loaded["embedding.weight"]
-    names = ["sharded/ckpt.pt", "joined.pt", "cut.pt", "again.pt"]
-    for source, target in itertools.pairwise(str(tmp_path / name) for name in names):
-        ckpt.convert(source, target)
-    assert (tmp_path / "cut.pt").stat().st_size < (tmp_path / "joined.pt").stat().st_size
-    for name in ("joined.pt", "again.pt"):
-        assert_same_contents(ckpt.load(str(tmp_path / name)), one_file)
-
-
 def test_only_what_a_file_refers_to_is_kept(tmp_path):
     for iteration in (1, 2, 3, 4):
         save_alone(tmp_path, iteration, keep=3)
@@ -225,12 +191,7 @@ def test_a_commit_that_fails_leaves_nothing(tmp_path, monkeypatch):
         ("first line\nsecond line", "x is damaged, or not a checkpoint: first line"),
         ("Weights only load failed. Read this\nbad magic", "x is damaged, or not a checkpoint: bad magic"),
         (EOFError(), "x is damaged, or not a checkpoint: EOFError"),
-        (
-            "Unsupported global: GLOBAL posix.system was not",
-            "x asks for posix.system; a checkpoint holds tensors and plain values",
-        ),
     ],
 )
 def test_one_line_on_a_damaged_file(reason, expected):
-    assert corruption_message("x", reason).startswith(expected)
-    assert "\n" not in corruption_message("x", reason)
+    assert corruption_message("x", reason) == expected

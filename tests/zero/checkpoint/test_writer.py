@@ -43,21 +43,6 @@ def test_nothing_counts_before_it_is_on_the_disk(tmp_path, monkeypatch, format):
     assert steps == commit
 
 
-def test_a_full_disk(tmp_path):
-    """/dev/full takes the name of the temporary file: every write fails as on a full disk."""
-    writer = ckpt.CheckpointWriter(str(tmp_path))
-    write(writer, 1)
-    os.symlink("/dev/full", tmp_path / "ckpt.pt.tmp")
-    write(writer, 2, numel=1_000_000)
-    written, failed = writer.outcomes()
-    assert written.iter_num == 1
-    assert isinstance(failed, OSError)
-    assert "No space left" in str(failed)
-    write(writer, 3)
-    assert [outcome.iter_num for outcome in writer.outcomes()] == [3]
-    assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 1
-
-
 @pytest.mark.parametrize("kind", [TypeError, RuntimeError])
 @pytest.mark.parametrize("background", [False, True])
 def test_an_error_that_is_not_the_disks_is_not_swallowed(tmp_path, background, kind):

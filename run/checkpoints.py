@@ -160,7 +160,7 @@ class Checkpoints:
         return Action.SAVE if is_end and is_due else Action.CONTINUE
 
     def report(self, log: Logger, at_end: bool = False) -> bool:
-        """Print and log the results of the saves that have ended since the last call; `at_end`, wait for the one in progress.
+        """Print and log the results of the saves that have ended since the last call. `at_end`: first wait for all saves.
 
         Return whether the run must end because of a failed save; `at_end`, the last one must have succeeded. Only rank 0
         knows: the others return False.

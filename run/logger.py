@@ -45,12 +45,13 @@ class Logger:
             self.wandb = WandbRun(config, run_id)  # wrong settings end the run before the file is cut
             for event in self.file.kept() if self.wandb.lacks_history else ():
                 self.wandb.log(event)
-            self._libraries = [self.wandb]
+            self._libraries = []
             if config.get("log_to") == "tensorboard":
                 self._libraries.append(TensorBoardRun(out_dir, resume_at or 0, config))
                 for event in map(event_of, self.file.late):
                     if event["iter"] == resume_at:  # TensorBoard hides what it has of this iteration
                         self._libraries[-1].log(event)
+            self._libraries.append(self.wandb)  # the last one to finish, which may take a minute
             self.file.rewind()
         except OSError as error:
             raise ValueError(f"cannot write to out_dir={out_dir}: {error}") from error

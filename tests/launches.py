@@ -110,14 +110,17 @@ def host_ms(name):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if "LD_PRELOAD" in os.environ:
-        print(json.dumps(committed_rows(sys.argv[1])))
-    elif sys.argv[1:]:
-        for folder in sys.argv[1:]:
+    folders = [argument for argument in sys.argv[1:] if argument != "--preloaded"]
+    if unknown := [folder for folder in folders if folder not in COMMITTED]:
+        sys.exit(f"error: {unknown[0]} is not one of {', '.join(COMMITTED)}")
+    if "--preloaded" in sys.argv:  # below: this file starts itself
+        print(json.dumps(committed_rows(*folders)))
+    elif folders:
+        for folder in folders:
             facts = {"command": f"tests/launches.py {folder}", "date": datetime.date.today().isoformat()}
             facts["machine"] = f"pretended GPU, torch {torch.__version__}"
             facts["setup"] = "rank 0 of 8, bfloat16, 12 x 1024 tokens per rank and micro-step"
-            rows = json.loads(run_preloaded(__file__, folder))
+            rows = json.loads(run_preloaded(__file__, "--preloaded", folder))
             print(Results(os.path.join(ROOT, "results", folder), facts).add("launches", TITLE, rows))
     else:
         for name in ("sharded", "shard_gradients", "bfloat16", "codecs"):

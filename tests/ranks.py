@@ -110,7 +110,7 @@ living: dict[tuple[str, int], Ranks] = {}  # by the file of the tests and their 
 def run_in_turn(world_size: int, *calls: Callable[[], Any]) -> list[list[Any]]:
     """Each of `calls` on the same ranks, one after the other: by call, what `run_ranks` returns.
 
-    The ranks live until the tests of another file begin: a call leaves the process as it has found it.
+    The ranks live until another file calls this: a call leaves the process as it has found it.
     """
     file = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
     if not all(of == file for of, _ in living):

@@ -281,7 +281,7 @@ def test_launches_and_waits_of_an_iteration(printed):
 def test_the_committed_counts(name):
     with open(os.path.join(ROOT, "results", name, "results.json")) as file:
         rows = json.load(file)["launches"]["rows"]
-    assert json.loads(run_preloaded(launches.__file__, name)) == rows
+    assert json.loads(run_preloaded(launches.__file__, "--preloaded", name)) == rows
     assert all(row["clip"] + row["update"] <= 2000 for row in rows if row["mode"] != "plain_muon")
 
 

@@ -40,6 +40,9 @@ def test_the_trace_has_every_phase_of_the_iterations_after_the_first_ones_and_al
         scatters, backward = ranges(events, "zero::reduce_scatter"), ranges(events, "backward")
         sends = [any(first <= begin <= last for _, begin, _ in scatters) for _, first, last in backward]
         assert sends == [False, False, True] * ACTIVE
+        for kind in ("wait_reduce_scatter", "update", "all_gather", "wait_all_gather"):
+            buckets = {name.rpartition(" ")[2] for name, _, _ in ranges(events, f"zero::{kind} bucket ")}
+            assert len(buckets) > 3, kind
         updates = ranges(events, "update")
         for _, begin, end in (*ranges(events, "zero::update"), *ranges(events, "zero::all_gather")):
             assert any(first <= begin and end <= last for _, first, last in updates)

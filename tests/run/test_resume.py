@@ -40,6 +40,7 @@ def test_interrupted_runs_go_on_as_if_nothing_had_happened(data, runs, tmp_path)
     assert "Resuming training from" in output
     assert sorted(resumed) == list(range(13))
     assert max(abs(losses[i] - resumed[i]) for i in resumed) < 1e-4
+    assert not any("mfu" in event for event in events_of(out)), "the first five iterations of each start do not count"
 
 
 def test_flags_that_save_memory_come_and_go(data, runs, tmp_path):

@@ -54,6 +54,14 @@ def encode(codec, values, step=0):
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("lowest", "codes"), [(0, 128), (-1, 64)])
+def test_int8_rounds_to_the_nearest_code_of_the_dynamic_map(lowest, codes):
+    exact = torch.empty(BLOCK * 64).uniform_(lowest, 1, generator=torch.Generator().manual_seed(0))
+    exact[::BLOCK] = 1.0  # the scale
+    error = (Int8().decode(encode(Int8(), exact)) - exact).abs().max()
+    assert error < 0.75 * 0.9 / codes + 2**-9  # half a step below the largest code; the ratio is rounded to bfloat16 first
+
+
 def values(numel, positive):
     """Numbers over ten powers of ten, with zeros."""
     generator = torch.Generator().manual_seed(numel)

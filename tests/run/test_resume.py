@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from conftest import write_meta
-from scripts import FEW, SETTINGS, run, torch_load, train
+from scripts import FEW, SETTINGS, events_of, run, torch_load, train
 from toy import assert_equal
 
 from distributed.signals import Action

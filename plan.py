@@ -6,7 +6,7 @@ GPT-2 XL on 1 to 1024 GPUs with 80 GB. This needs no GPU and starts no processes
 A small model on two CPU ranks of a laptop:
     $ python plan.py config/train_shakespeare_char.py --world_size=2 --device=cpu --gradient_accumulation_steps=2
 
-What fits: the largest batch, the fewest GPUs, the largest model. And what a run costs on rented A100s:
+What fits: the largest batch, the fewest GPUs, the largest model. And what a run costs on rented H100s:
     $ python plan.py config/train_gpt2_xl.py --world_size=8 --find=batch        # or gpus, or model
     $ python plan.py config/train_gpt2.py --world_size=8 --gpu=H100 --gpu_hour_price=2.50
 
@@ -35,8 +35,8 @@ Columns, of the rank with the most optimizer state:
   activations  what forward keeps for backward
   temporary    what the peak needs in addition: gradients of the logits and of the tied embedding, autocast's copies of
                the weights, or on a CPU the original weights while the model is wrapped
-  peak         the most while training, without the copy of shadow_check (16 to 20 bytes per parameter); blocks count as
-               not compiled, and the loss goes by --compile
+  peak         the most while training, without the copy of shadow_check (16 to 20 bytes per parameter); compiled blocks
+               count as not compiled; the loss counts as --compile says
   at save      the peak while a checkpoint is saved, with async_save while training goes on
   fits         whether the peaks fit; on a CPU with 30 % more, for pages that the system's allocator keeps
   max batch    the largest batch_size that fits, up to 4096

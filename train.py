@@ -57,10 +57,10 @@ init_from = "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gp
 # wandb and TensorBoard
 wandb_log = False  # only rank 0 logs; WANDB_MODE, WANDB_ENTITY and all other variables of wandb count
 wandb_project = "owt"  # a name of wandb
-wandb_run_name = "gpt2"  # the group of the runs to compare; the folder out_dir completes the name of a run
+wandb_run_name = "gpt2"  # the group of the runs to compare; a run has this name and the last part of out_dir
 log_to: Literal["none", "tensorboard"] = "none"  # write the metrics to out_dir/tensorboard as well
 # data
-dataset = "openwebtext"  # name of a folder in data/, or the path of another; its content must be the same
+dataset = "openwebtext"  # name of a folder in data/, or the path of another; its files must be equal on all machines
 gradient_accumulation_steps: PositiveInt = 5 * 8  # micro-steps per iteration, summed over all ranks
 batch_size: PositiveInt = 12  # sequences per micro-step
 block_size: PositiveInt = 1024  # tokens per sequence
@@ -103,7 +103,7 @@ backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl if every rank ha
 dist_timeout_s: PositiveFloat = 600.0  # seconds without progress on any rank; then the run ends and says why
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
 dtype: Dtype = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
-compile = torch.cuda.is_available()  # compile the model block by block with torch.compile
+compile = torch.cuda.is_available()  # compile the model block by block with torch.compile; by default on a GPU only
 seed: Seed = 1337  # of the first weights, the batches and dropout
 shadow_check: NonNegativeInt = 0  # iterations of a copy trained without sharding, to compare the weights; 0: off
 profile = False  # after a few iterations, write traces of time and memory to out_dir/profile

@@ -26,7 +26,7 @@ PRELOADED = [
 ]
 context.set_forkserver_preload(PRELOADED)  # imported once, then forked
 
-TIMEOUT_S = 600
+TIMEOUT_S = 150  # of a call; those of the tests take some 20 s
 
 
 class Ranks:

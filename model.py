@@ -166,8 +166,8 @@ class Block(nn.Module):
 class MeanLoss(nn.Module):
     """The mean cross-entropy in nats, computed in float32, or in float64 of such logits.
 
-    Autocast alone would compute `F.cross_entropy` in float32 on a CPU, but in the dtype of the logits on a GPU. There nanoGPT
-    rounds each log-probability to bfloat16 (by up to 0.2 %) unless it is compiled, when its kernel rounds none, as here.
+    Autocast alone would compute `F.cross_entropy` in float32 on a CPU, but in the dtype of the logits on a GPU. There, eager
+    nanoGPT rounds each log-probability to bfloat16 (by up to 0.2 %). Compiled nanoGPT rounds none, as here.
     """
 
     reduction = "mean"  # "none": the loss of each token, (batch * time,), 0 where the target is -1

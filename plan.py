@@ -70,7 +70,7 @@ from data.shards import paths_of
 from data.vocabulary import DataError, expected_vocab_size
 from distributed.exits import exit_on_wrong_input
 from distributed.ranks import check_backend
-from forecast.advice import batch_of_the_run, cheapest, fewest_ranks, largest_model, prices, ways
+from forecast.advice import batch_of_the_run, candidates, cheapest, fewest_ranks, largest_model, prices
 from forecast.modes import MODES, explained, without_effect
 from forecast.planner import Choice, Planner
 from forecast.run_memory import CPU_RESIDENT
@@ -346,16 +346,16 @@ def print_found(planner: Planner, sizes: list[int]) -> None:
     }
     print(f"{description(planner)}\n{asked[find]}:")
     for size in sizes if find != "gpus" else [max(sizes)]:
-        for name in ways(planner, size):
+        for name in candidates(planner, size):
             place = "" if find == "gpus" else f"{in_words(size)}  "
             print(f"{place}{name:14}  {answer(planner, name, size)}")
 
 
 def answer(planner: Planner, name: str, size: int) -> str:
-    """Return what --find asks of one of `ways`, with the flags that this takes."""
+    """Return what --find asks of one of `candidates`, with the flags that this takes."""
     find = planner.settings["find"]
     if find == "batch":
-        largest, dividing, steps = batch_of_the_run(planner, ways(planner, size)[name], size)
+        largest, dividing, steps = batch_of_the_run(planner, candidates(planner, size)[name], size)
         if not largest:
             return " none"
         text = f"{largest:5}"
@@ -373,7 +373,7 @@ def answer(planner: Planner, name: str, size: int) -> str:
         text = (
             f"{model.numel / 1e6:6,.0f}M parameters: --n_layer={found.n_layer} --n_head={found.n_head} --n_embd={found.n_embd}"
         )
-    flags = " ".join(prices(planner, size, ways(planner, size)[name]))
+    flags = " ".join(prices(planner, size, candidates(planner, size)[name]))
     return f"{text}; {flags}" if flags else text
 
 

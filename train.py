@@ -94,7 +94,7 @@ use_zero1 = True  # shard the optimizer state across the ranks
 zero1_impl: Implementation = "sharded"  # the code in zero/, or ZeroRedundancyOptimizer
 bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # megabytes per bucket; auto: 4 or more, by size
 shard_gradients = False  # also keep only 1/N of the gradients; one reduce-scatter per micro-step
-# weights and gradients; bfloat16: float32 masters, 1/N per rank; bfloat16_remainder: these as 16 bits more, the same values
+# of weights and gradients; bfloat16: each rank has 1/N of the float32 masters; bfloat16_remainder: in 2 bytes, same values
 param_dtype: ParamDtype = "float32"
 state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # of the moments between updates, 1/N per rank
 shard_size: NonNegativeInt = 0  # ranks that share the state, such as the GPUs of a machine; 0: all

@@ -137,7 +137,7 @@ def is_slow_on_cpu(device: torch.device, dtype: str) -> bool:
 
 
 def multiplies_in_float32(transposed: bool) -> bool:
-    """Return whether this CPU holds a bfloat16 matrix product in float32 as well while it computes it.
+    """Return whether this CPU takes a temporary float32 copy of a bfloat16 matrix product.
 
     oneDNN does so with AVX-512 where the instructions for bfloat16 are missing. With AVX2, PyTorch itself does so where only
     the first factor is `transposed`, as in the gradient of a weight (`gemm_transb_` in ATen's BlasKernel.cpp).

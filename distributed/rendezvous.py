@@ -36,7 +36,7 @@ def connect(launch: Launch) -> None:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     timeout = datetime.timedelta(seconds=_MEETING_S)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    store.delete_key("exception_dump")  # from before a restart: NCCL ends a rank that finds it, and ignores parts of a store
+    store.delete_key("exception_dump")  # stale after a restart: NCCL ends a rank that finds it, and ignores a PrefixStore
     own = _own_address(os.environ["MASTER_ADDR"])
     store, addresses = meet(store, rank, world_size, own)
     # gloo would take the address of the machine's name: on many machines 127.0.1.1, which no other machine can reach
@@ -50,7 +50,7 @@ def connect(launch: Launch) -> None:
 def meet(
     store: dist.Store, rank: int, world_size: int, address: str, timeout_s: float = _MEETING_S
 ) -> tuple[dist.Store, list[str]]:
-    """Return a part of the store without keys from before a restart, and the addresses of all ranks. Call it on all ranks.
+    """Return a PrefixStore without stale keys, and the addresses of all ranks. Needs to be called on all ranks.
 
     torchrun may keep its store when it restarts the ranks, and they would connect to addresses of ranks that have ended
     (https://github.com/pytorch/pytorch/issues/135712). So each process posts an ID of its own, and a checksum of the IDs that

@@ -28,7 +28,7 @@ def cheapest(planner: Planner, world_size: int, allowed: Callable[[Choice], bool
     return next((choice for choice in choices if planner.fits(planner.forecast(choice, world_size))), None)
 
 
-def ways(planner: Planner, world_size: int) -> dict[str, Choice]:
+def candidates(planner: Planner, world_size: int) -> dict[str, Choice]:
     """Return what --find compares: the optimizer without sharding, the settings, all flags that change no value, all flags."""
     chosen, everything = planner.chosen(world_size), planner.everything(world_size)
     plain = replace(chosen, flags=MODES["adamw"].flags, activation_checkpointing=False, loss_chunk=0)
@@ -37,12 +37,12 @@ def ways(planner: Planner, world_size: int) -> dict[str, Choice]:
 
 
 def fits(planner: Planner, name: str, world_size: int) -> bool:
-    """Return whether one of `ways` fits."""
-    return planner.fits(planner.forecast(ways(planner, world_size)[name], world_size))
+    """Return whether one of `candidates` fits."""
+    return planner.fits(planner.forecast(candidates(planner, world_size)[name], world_size))
 
 
 def largest_model(planner: Planner, name: str, world_size: int) -> Planner | None:
-    """Return the planner of the largest model that fits one of `ways`, or None. It is as deep for its width as GPT-2 XL."""
+    """Return the planner of the largest model, as deep for its width as GPT-2 XL, that fits one of `candidates`, or None."""
     xl = GPT2_SIZES["gpt2-xl"]
 
     def of_heads(heads: int) -> Planner:
@@ -57,7 +57,7 @@ def largest_model(planner: Planner, name: str, world_size: int) -> Planner | Non
 
 
 def fewest_ranks(planner: Planner, name: str) -> int | None:
-    """Return the smallest power of two of ranks, up to 1024, on which one of `ways` fits, or None."""
+    """Return the smallest power of two of ranks, up to 1024, on which one of `candidates` fits, or None."""
     return next((2**power for power in range(11) if fits(planner, name, 2**power)), None)
 
 

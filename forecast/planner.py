@@ -51,7 +51,7 @@ class Planner:
         self.settings, self.config = settings, config
         muon = muon_of(settings)
         self.specs = gpt_specs(config, muon)  # of what is trained
-        # what every mode but `adamw` divides
+        # `plain`: the name without sharding
         self.has_adamw, self.plain = muon is None, f"plain {planned_optimizer(muon)[0].__name__}"
         self.device_type = "cuda" if settings["device"] == "auto" else settings["device"].partition(":")[0]
         if self.device_type not in ("cpu", "cuda", "mps"):
@@ -60,7 +60,7 @@ class Planner:
             remedy = "for another card, give the nearest one, and --gpu_memory_gb"
             raise ValueError(f"gpu={settings['gpu']} is not one of {', '.join(CARDS)}; {remedy}")
         self.card, on_gpu = found, self.device_type == "cuda"
-        # bytes of a rank that the settings give, or that a device without a card has; 0: those of the card
+        # GB of a rank by the settings, or of a device without a card; 0: as the card has
         self.given_gb = settings["gpu_memory_gb"] or (0.0 if on_gpu else 80.0)
         self.can_round_weights = found.has_bfloat16 or not on_gpu  # to bfloat16
         lowest = "bfloat16" if found.has_bfloat16 else "float16"
@@ -91,7 +91,7 @@ class Planner:
         return round((self.card.memory_gb - CUDA_GB - NCCL_GB * (world_size > 1)) * 1e9)
 
     def limit(self, world_size: int) -> str:
-        """Return the same in words."""
+        """Return `memory` in words."""
         tensors = f"{self.memory(world_size) / 1e9:.3g} GB"
         if self.given_gb:
             return f"{self.given_gb:g} GB" + (f" ({tensors} for tensors)" if self.device_type == "cpu" else "")
@@ -103,7 +103,7 @@ class Planner:
         return f"{tensors} ({self.settings['gpu']}: {whole:g} GB, less {taken} for {libraries})"
 
     def acting(self, flags: Flags, world_size: int) -> Flags:
-        """Return flags with the sizes in the settings, or those of the mode that stands for another implementation.
+        """Return `flags` with the sizes in the settings; for another implementation than sharded, its mode's flags.
 
         If shard_size does not fit, all ranks share the state.
         """
@@ -201,7 +201,7 @@ class Planner:
         return Forecast(self.prediction(choice, world_size), self.activations(choice), **saving)
 
     def prediction(self, choice: Choice, world_size: int) -> Prediction:
-        """Return the same without activations, on which neither bytes to send nor seconds depend."""
+        """Return the prediction of a choice, which does not depend on its activations."""
         return self._prediction(replace(choice, activation_checkpointing=False, loss_chunk=0), world_size)
 
     def _predict(self, choice: Choice, world_size: int) -> Prediction:
@@ -251,7 +251,7 @@ class Planner:
         return prediction.micro_steps * (forward + backward) + newton_schulz, exposed
 
     def parts_of_a_step(self, choice: Choice, world_size: int) -> dict[str, float]:
-        """Return what an iteration consists of on a GPU, in ms by name; of communication what nothing hides.
+        """Return the parts of an iteration on a GPU, in ms by name. Communication counts where exposed.
 
         `matrices` at the MFU of the settings, everything else at the bandwidth of the memory: autocast's copies of the weights
         and of their gradients, sums and copies of gradients, the norm with the scaling, the update.

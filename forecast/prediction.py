@@ -123,7 +123,7 @@ class Prediction:
 
     @cached_property
     def matrix_rounds(self) -> list[RoundSizes]:
-        """What this rank exchanges of Muon's matrices in each round; empty: there are none. Here, one without exchange."""
+        """What this rank exchanges of Muon's matrices in each round; empty: none. Here: one round without exchange."""
         specs = [spec for _, spec, _ in self._owned if spec.matrices]  # of whole parameters
         flops = [spec.matrices * iteration_flops(stacked(spec.shape, spec.matrices)) for spec in specs]
         return [RoundSizes(iteration_flops=sum(flops))] if flops else []
@@ -180,7 +180,7 @@ class Prediction:
 
     @cached_property
     def decoded_slice(self) -> int:
-        """Largest bytes of a float32 copy of what a slice holds in another form, which a checkpoint needs one by one."""
+        """Bytes of the largest slice in float32, 0 if state and masters already are. A checkpoint decodes slices one by one."""
         if self.plan.state_dtype == "float32" and not any(buffer.has_remainders for buffer in self.plan.buffers):
             return 0
         return 4 * max(numel for _, _, numel in self._owned)
@@ -212,7 +212,7 @@ class Prediction:
         return max(before, self.full_gradients - self._last_gradient + embedding)
 
     def _before_last_backward(self, activations: Activations) -> int:
-        """Return the same until the last backward, if it moves gradients that have accumulated elsewhere into buckets."""
+        """Return the peak of gradients and activations before the last backward moves sums into buckets; 0: it moves none."""
         if self.micro_steps == 1 or self.in_place or self.shard_gradients:
             return 0
         earlier = self._accumulating(activations, self.micro_steps - 1)
@@ -366,12 +366,12 @@ class ShardedPrediction(Prediction):
             return (embedding if moved == before_last else layers - freed) + max(0, accumulated - int(moved))
 
         peak = 0
-        for start, stop, others in self._traffic.steps:
+        for start, stop, others in self._traffic.intervals:
             peak = max(peak, others + held(start), others + held(max(start, min(stop, before_last))))
         return peak
 
     def _gradient_dtype(self, buffer: BufferPlan, micro_steps: int) -> torch.dtype:
-        """Return the dtype of the gradient shards: sums over ranks and, with shard_gradients, micro-steps, or one gradient."""
+        """Return the dtype of gradient shards: for sums over ranks or (shard_gradients) micro-steps that of the update."""
         has_one_term = self.world_size == 1 and not (self.shard_gradients and micro_steps > 1)
         return buffer.dtype if has_one_term else buffer.update_dtype
 

@@ -8,7 +8,7 @@ from zero.collectives import KINDS
 
 
 class Network(NamedTuple):
-    """What can be sent."""
+    """The bandwidths between ranks and between machines."""
 
     inside: float  # Gbit/s from a rank to ranks of its machine
     across: float  # Gbit/s from a machine to other machines
@@ -47,7 +47,7 @@ class Network(NamedTuple):
             newton_schulz: seconds of an iteration in which Muon computes with whole matrices.
 
         Reductions run during the backward that sends them, all-gathers during the next forward, the exchange of matrices while
-        others are transformed, and the broadcasts of ZeroRedundancyOptimizer during nothing. Always exposed is the embedding,
+        others are transformed, and the broadcasts of ZeroRedundancyOptimizer during nothing. The embedding is always exposed,
         see `Prediction.exposed_share`.
         """
         micro_steps = prediction.micro_steps

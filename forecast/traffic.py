@@ -38,8 +38,8 @@ class Traffic:
         self.largest = 0  # most bytes in use at one time, without shards
         # by point of a step: bytes of shards, and of all else. "between": the buckets of a micro-step have arrived
         self.at: dict[str, tuple[int, int]] = {}
-        # of the last backward: bytes of everything while the bytes of gradients in buckets rise from a start to a stop
-        self.steps: list[tuple[float, float, int]] = []
+        # of the last backward: (start, stop, all bytes) while the bytes of gradients in buckets rise from start to stop
+        self.intervals: list[tuple[float, float, int]] = []
         self._buckets, self._kept_bytes, self._is_alone = buckets, kept_bytes, is_alone
         self._in_flight: Counter[FlatTensor] = Counter()  # the tensors of at most one bucket
         self._shards: Counter[FlatTensor] = Counter()
@@ -51,20 +51,20 @@ class Traffic:
             self._kept.clear()  # before the micro-steps that are not sent
         backwards = min(4, micro_steps) if shard_gradients else 1  # more of them are alike
         for micro_step in range(backwards):
-            filled, self.steps = 0, []  # bytes of gradients in buckets
+            filled, self.intervals = 0, []  # bytes of gradients in buckets
             for number, tensors in enumerate(self._buckets):
                 start, filled = filled, filled + tensors.bucket.nbytes
                 self._in_flight[tensors.bucket] += 1
-                self._add_step(start, filled)
+                self._add_interval(start, filled)
                 if number > 0:
                     self._arrive(self._buckets[number - 1], micro_step)
-                    self._add_step(filled, filled)
+                    self._add_interval(filled, filled)
                 self._in_flight = Counter([tensors.bucket, *tensors.received])
-                self._add_step(filled, filled)
+                self._add_interval(filled, filled)
             if micro_step < backwards - 1:
                 self._note("accumulating")
             self._arrive(self._buckets[-1], micro_step)
-            self._add_step(math.inf, math.inf)
+            self._add_interval(math.inf, math.inf)
             self._in_flight.clear()
             if micro_step < backwards - 1:
                 self._note("between")
@@ -94,8 +94,8 @@ class Traffic:
     def _note(self, point: str) -> None:
         self.at[point] = _nbytes(self._shards), self._everything() - _nbytes(self._shards)
 
-    def _add_step(self, start: float, stop: float) -> None:
-        self.steps.append((start, stop, self._everything()))
+    def _add_interval(self, start: float, stop: float) -> None:
+        self.intervals.append((start, stop, self._everything()))
 
 
 def _nbytes(tensors: dict[FlatTensor, int]) -> int:

@@ -151,10 +151,10 @@ class Checkpoints:
         if is_rank_0():
             self._blocked_s.append(time.perf_counter() - begin)
 
-    def due(self, iteration: int, is_end: bool) -> Action:
-        """Return whether a checkpoint is due before `iteration`: only at the end of the run, unless it has just been saved.
+    def action_due(self, iteration: int, is_end: bool) -> Action:
+        """Return Action.SAVE if the run ends before `iteration` and this end is not saved yet, otherwise Action.CONTINUE.
 
-        Without `always`, the newest checkpoint is the best one: it is kept, and the end is saved only if there is none.
+        Without `always`, the newest checkpoint is the best one, and the end is saved only if there is none.
         """
         is_due = self.newest is None or (self.always and self.newest != iteration)
         return Action.SAVE if is_end and is_due else Action.CONTINUE
@@ -162,8 +162,8 @@ class Checkpoints:
     def report(self, log: Logger, at_end: bool = False) -> bool:
         """Print and log the results of the saves that have ended since the last call. `at_end`: first wait for all saves.
 
-        Return whether the run must end because of a failed save; `at_end`, the last one must have succeeded. Only rank 0
-        knows: the others return False.
+        Return whether the run has failed: a weight is not finite or, `at_end`, the last save failed. Other ranks than 0 return
+        False.
         """
         if at_end:
             with position.at("saving the checkpoint", patient=True):

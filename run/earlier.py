@@ -15,11 +15,11 @@ _LOGS = (sinks.METRICS_FILE, logger.FACTS, report.NAME, report.EVALUATION, sinks
 
 @contextmanager
 def moved_aside(folder: str) -> Iterator[None]:
-    """Move what runs have left in `folder` into a new folder there, `before-<time in UTC>`, and at the end print where it is.
+    """Move the files of earlier runs in `folder` to a new folder there, `before-<time in UTC>`. At the end, print its path.
 
-    Files of other names stay, and nothing happens if there are no others. The folder gets its name at the end. What a killed
-    process has moved before that, ckpt.pt as the last one, goes back by `put_back`; at once, if the block raises for wrong
-    input. Call it on one process only.
+    Other files stay; without files of a run, do nothing. The new folder ends in `.tmp` until the block has ended: `put_back`
+    undoes the move at once if the block raises ValueError, or at the next start after a kill. ckpt.pt moves last. Call it on
+    one process only.
 
     Raises ValueError if a file cannot be moved.
     """
@@ -56,7 +56,7 @@ def newest(folder: str) -> str | None:
 
 
 def put_back(folder: str) -> None:
-    """Move back what a killed process has moved aside without coming to its end. Call it on one process only."""
+    """Undo an unfinished `moved_aside`. Call it on one process only."""
     for unfinished in glob.glob(os.path.join(glob.escape(folder), "before-*Z*.tmp")):
         for name in os.listdir(unfinished):
             os.rename(os.path.join(unfinished, name), os.path.join(folder, name))

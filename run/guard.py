@@ -91,13 +91,13 @@ class Guard:
             self.optimizer.zero_grad(set_to_none=True)
 
     def figures(self) -> Reading:
-        """Return those of the last `check`, which begin their way to the host now."""
+        """Start to copy the figures of the last `check` to the host."""
         return Reading(self._latest)
 
     def report(self, iteration: int, reading: Reading | None = None) -> None:
         """Print the updates skipped since the last call. Needs to be called on all ranks, after the step of `iteration`.
 
-        `reading`: of the figures of this iteration; None: it is the last one.
+        `reading`: figures of this iteration; None: those of the last `check`.
         """
         *_, consecutive, skips = (reading or self.figures()).read()
         self.consecutive, skipped = int(consecutive), int(skips)

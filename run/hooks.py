@@ -146,7 +146,7 @@ class Run:
         """Call first in an iteration: all ranks agree on `must_save` and `must_stop`. A signal or a failure on one counts."""
         is_end = self.state.iter_num > self.config["max_iters"] and not self.guard.consecutive
         must_fail = self.checkpoints.report(self.log) or self.guard.failed
-        due = Action.FAIL if must_fail else self.checkpoints.due(self.state.iter_num, is_end)
+        due = Action.FAIL if must_fail else self.checkpoints.action_due(self.state.iter_num, is_end)
         self._action = self.signals.agree(due)
         position.begin_iteration(self.state.iter_num)
 
@@ -177,7 +177,7 @@ class Run:
         if self._unread is None:
             return
         ended, self._unread = self._unread, None
-        ended.figures.read()  # waits while the device's events still have the times that `awaited_collective` asks
+        ended.figures.read()  # waits while the stopwatches still hold the events that `awaited_collective` queries
         if ended.lap is not None and self.launch.rank == 0:
             self.meter.log_iteration(ended)
         self.guard.report(ended.number, ended.figures)
@@ -238,7 +238,7 @@ class Run:
         is_best = losses["val"] < self.state.best_val_loss
         self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
         self._reached = is_reached(self.config, losses["val"])
-        due = self.checkpoints.due(self.state.iter_num, is_end=self._reached)  # perhaps before the first iteration
+        due = self.checkpoints.action_due(self.state.iter_num, is_end=self._reached)  # perhaps before the first iteration
         if (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter:
             due = Action.SAVE
         self._action = max(self._action, due)

@@ -54,7 +54,7 @@ class Memory:
         self.device = next(model.parameters()).device
         self.held_before_step = 0  # bytes of the model, its optimizer and its communication
         self._state = 0  # bytes of optimizer state, with masters
-        self.has_state = False  # whether there was any before the last step, apart from masters, or any rank has some
+        self.has_state = False  # whether this rank had state (not masters) before the last step, or `compare` saw any
         self._points: dict[str, int] = dict.fromkeys(POINT_KEYS, 0)
         self._largest_peak = 0
         self.measure("after init")

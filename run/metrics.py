@@ -78,7 +78,7 @@ SECTIONS = {  # of the workspace
                 POINT_KEYS.values(), ("before the first step", "with all gradients", "without gradients"), strict=True
             )
         ),
-        Metric("memory/peak_mb", "MB", "ranks", PEAK, "since the last; GPU: tensors, CPU: the process", "max", is_maximum=True),
+        Metric("memory/peak_mb", "MB", "ranks", PEAK, "since the last one; GPU: tensors, CPU: process", "max", is_maximum=True),
         Metric("memory/predicted_mb", "MB", "ranks", PEAK, "of the tensors of the fullest rank"),
         Metric("memory/optimizer_state_mb", "MB", "ranks", "Optimizer state of a rank, MB", "with masters", is_maximum=True),
         Metric("memory/saved_mb", "MB", "ranks", "Less than without sharding, gradients included, MB"),
@@ -95,9 +95,9 @@ SECTIONS = {  # of the workspace
             if which != "unsharded" or part in ("parameters", "gradients", "state")
         ),
         Metric("memory/measured_peak_mb", "MB", "third iteration, GPU", "", "of the fullest rank, since the start"),
-        Metric("memory/reserved_mb", "MB", "ranks, GPU", "", "what PyTorch's allocator has taken", is_maximum=True),
-        Metric("memory/alloc_retries", "", "ranks, GPU", "", "how often it had to free its reserve, if ever", is_maximum=True),
-        Metric("memory/ooms", "", "ranks, GPU", "", "how often it found no memory, if ever", is_maximum=True),
+        Metric("memory/reserved_mb", "MB", "ranks, GPU", "", "reserved by PyTorch's allocator", is_maximum=True),
+        Metric("memory/alloc_retries", "", "ranks, GPU", "", "cache flushes of the allocator, if any", is_maximum=True),
+        Metric("memory/ooms", "", "ranks, GPU", "", "out-of-memory errors, if any", is_maximum=True),
     ],
     "Throughput": [
         Metric("throughput/tokens_per_second", TOKENS, "iteration", "Tokens per second", "of all ranks", "max", MEDIAN),

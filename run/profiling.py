@@ -27,8 +27,8 @@ class Profiler:
 
     def __init__(self, folder: str, rank: int, device: torch.device, enabled: bool) -> None:
         self._folder, self._rank, self._on_gpu = folder, rank, device.type == "cuda"
-        # waits for this rank's communication in flight. It must end before the recording does: its end is an event of the
-        # profiler, and torch would write it to memory that is freed
+        # waits for this rank's communication in flight, before the recording ends: torch would write the end, which is an event
+        # of the profiler, to freed memory
         self.wait: Callable[[], Any] = lambda: None
         self._profile: profile | None = None
         if not enabled:

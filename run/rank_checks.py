@@ -64,9 +64,9 @@ def check_combinations(settings: dict[str, Any], world_size: int) -> None:
 def compare_model_and_data(model: torch.nn.Module, fingerprint: dict[str, str], **values: Any) -> None:
     """Check that all ranks have the same dataset, and a model of the same shape. Needs to be called on all ranks.
 
-    Compared are the config of the model, the names, shapes and dtypes of its parameters, and `values`, which the ranks have
-    read from a checkpoint; of the data the files, as in `Dataset.fingerprint`. The weights themselves are not: in a training,
-    the ranks take those of rank 0.
+    This compares the config of the model, the names, shapes and dtypes of its parameters, `values`, which the ranks have read
+    from a checkpoint, and the files of the data (`Dataset.fingerprint`). It does not compare weights: in training, the ranks
+    take those of rank 0.
 
     Raises ValueError as `compare_settings`.
     """

@@ -39,9 +39,9 @@ class MetricsFile:
     def kept(self) -> Iterator[dict[str, Any]]:
         """Yield the events that stay in the file.
 
-        These are the lines before the first line of the iteration or later, or before the first incomplete line (from a killed
-        run). And of the later lines those about checkpoints up to the iteration, which are written late, when the checkpoint is
-        on the disk, and the evaluation at the iteration if it is not repeated.
+        These are the lines before the first one that is incomplete (of a killed run) or of iteration `resume_at` or later. Two
+        kinds of later lines stay: those about checkpoints up to `resume_at`, which are written when the checkpoint is on the
+        disk, and the evaluation at `resume_at` if it is not repeated.
         """
         self._end, self.late, iteration, found = 0, [], self._resume_at, False
         if iteration is None:
@@ -176,7 +176,7 @@ class WandbRun:
 
     def __init__(self, config: dict[str, Any], run_id: str | None = None) -> None:
         self.id: str | None = None  # of the run
-        # it continues in a new folder on the disk, which needs the earlier rows, too: `wandb sync` stops at a killed process's
+        # offline, a resumed run has a new folder, which needs the earlier rows: `wandb sync` stops at that of a killed process
         self.lacks_history = False
         self._newest = -1  # iteration of the newest row
         if not config["wandb_log"] or not is_rank_0():

@@ -25,7 +25,7 @@ class FlatBuffer:
     former_memory: list[tuple[StorageWeakRef, int, int]] = field(default_factory=list)  # storage, start, end
 
     def move_in(self, number: int, like: torch.Tensor) -> None:
-        """Make the data of the next parameter a view into its place, with the strides of `like`. Its values are not copied."""
+        """Make the next parameter, `number`, a view into `data` with the strides of `like`. Its values are not copied."""
         param, offset = self.params[number], self.layout.offsets[number]
         if has_memory(param):
             self.former_memory.append((StorageWeakRef(param.untyped_storage()), *memory_span(param)))
@@ -39,8 +39,8 @@ class FlatBuffer:
             if (param.data_ptr(), param.shape, param.stride()) != place and param.numel():
                 yield param
 
-    def held(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies where a parameter was before."""
+    def uses_former_memory(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor uses former memory of a parameter."""
         if not has_memory(tensor):
             return False
         storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), memory_span(tensor)

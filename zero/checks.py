@@ -50,8 +50,8 @@ def check_class(optimizer_cls: Any, optimizer_class: Any, elementwise: bool) -> 
             raise ValueError(f"{optimizer_cls.__name__} cannot be divided among ranks: {reason}")
     if optimizer_cls not in KNOWN and not elementwise:
         raise ValueError(
-            f"{optimizer_cls.__name__} is not one of torch.optim's classes that treat every element independently; if it does, "
-            "pass elementwise=True (ShardedOptimizer says what that promises), otherwise use ZeroRedundancyOptimizer"
+            f"{optimizer_cls.__name__} is not an elementwise class of torch.optim; if it updates each element independently, "
+            "pass elementwise=True (see ShardedOptimizer), otherwise use ZeroRedundancyOptimizer"
         )
     return optimizer_cls
 

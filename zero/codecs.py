@@ -27,7 +27,7 @@ class Codec(Protocol):
     """Encodes flat float32 tensors."""
 
     block: int  # elements that are encoded together: a tensor consists of whole blocks
-    scratch: int  # bytes per element of a piece that `encode` needs in addition
+    scratch: int  # temporary bytes that `encode` needs per element of a piece
     price: str  # what it costs with AdamW, in words
 
     def empty(self, numel: int, device: torch.device) -> Parts:
@@ -160,12 +160,12 @@ class CodedState:
         self, codec: Codec, inner: torch.optim.Optimizer, slices: list[torch.nn.Parameter], names: Collection[str] | None
     ) -> None:
         self.codec, self.inner, self.slices, self.names = codec, inner, slices, names
-        self._entries: list[tuple[torch.nn.Parameter, str, Encoded]] = []  # slice, name, and what is held between updates
-        self._parts: Parts = ()  # all of them
+        self._entries: list[tuple[torch.nn.Parameter, str, Encoded]] = []  # slice, name, encoded entry
+        self._parts: Parts = ()  # of all entries
         self._means = 0  # elements of `MEANS`, which come first
-        self._cuts: list[int] = []  # where their elements lie among all, see `zero.tensors.cut`
-        self._flat: torch.Tensor | None = None  # what is decoded now
-        self._views: list[torch.Tensor] = []  # the entries in it
+        self._cuts: list[int] = []  # where the entries lie in `_flat`, see `zero.tensors.cut`
+        self._flat: torch.Tensor | None = None  # the decoded entries, if any
+        self._views: list[torch.Tensor] = []  # the entries in `_flat`
 
     def decode(self) -> None:
         """Make the entries float32 tensors, which may be written to."""
@@ -269,7 +269,7 @@ def _decades(first: int) -> torch.Tensor:
 def _nearest_codes(device: torch.device) -> torch.Tensor:
     """Return the code of each ratio to the scale, (4 * 65536,) uint8: for a positive scale, then for a negative one.
 
-    All are in the order of the bits of the ratio in bfloat16, as a number without a sign. Those of `MEANS` come last.
+    The index is the bits of the bfloat16 ratio as an unsigned number. The last half of the table is for `MEANS`.
     """
     ratios = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.uint16).view(torch.bfloat16).double()
     keeping, nearest = [], []

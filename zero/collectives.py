@@ -122,7 +122,7 @@ class Communicator:
             first = self.replica * self.shard_size
             self.shard_group = _subgroup(group, range(first, first + self.shard_size))
             self.replica_group = _subgroup(group, range(self.shard_rank, self.world_size, self.shard_size))
-        self.share = torch.tensor(1 / self.world_size, dtype=torch.float64, device="cpu")  # as a tensor, which takes less time
+        self.mean_factor = torch.tensor(1 / self.world_size, dtype=torch.float64, device="cpu")  # a tensor takes less time
         self.is_gloo = distributed and dist.get_backend(group) == "gloo"
         self.pool = Pool()
         self.sent_bytes: Counter[str] = Counter()  # bytes that this rank sent, by kind of collective
@@ -226,8 +226,8 @@ class Communicator:
         """Start an in-place all-reduce over all ranks."""
         return [] if self.world_size == 1 else [dist.all_reduce(tensor, op=op, group=self.group, async_op=True)]
 
-    def parts_of_rank_0(self, values: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the flat values of rank 0 in parts, each with the number of its first element; in `place` if of their dtype."""
+    def broadcast_parts(self, values: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Broadcast flat values of rank 0 in parts. Yield (first element, part), a view of `place` if the dtypes agree."""
         for first in range(0, values.numel(), PART):
             part = place[first : first + PART]
             if part.dtype != values.dtype:

@@ -21,9 +21,9 @@ from zero.tensors import distinct_elements, properties
 class ShardedDataParallel(nn.Module):
     """Data parallelism for a model whose optimizer is a ShardedOptimizer. It replaces DistributedDataParallel.
 
-    1. Parameters. After `step()`, every parameter is in its place. With `overlap=units`, the parameters of a unit are there
-       when the unit's forward begins, all others when the model's forward begins. Anywhere else, call
-       `optimizer.synchronize()` first. Saving, restoring, clipping, `step` and `zero_grad` do so themselves.
+    1. Parameters. After `step()`, every parameter has its new values. With `overlap=units`, those of a unit have arrived when
+       the unit's forward begins, all others when the model's forward begins. Anywhere else, call `optimizer.synchronize()`
+       first. Saving, restoring, clipping, `step` and `zero_grad` need no such call.
     2. Gradients. Backward divides a gradient by the world size, copies it into its bucket and frees it. A full bucket is
        reduce-scattered at once. Until the next `zero_grad` (of the optimizer, the wrapper or the model), `param.grad` holds a
        placeholder that refuses every operation: clip with `optimizer.clip_grad_norm_`, scale with `ShardedGradScaler`.
@@ -65,8 +65,8 @@ class ShardedDataParallel(nn.Module):
         # as under DistributedDataParallel, buffers that are added later do not count if there are none now
         self.broadcast_buffers = broadcast_buffers and next(module.buffers(), None) is not None
         self.require_backward_grad_sync = True  # whether the next backward sends its gradients, as in DistributedDataParallel
-        self.shard_gradients = shard_gradients  # whether every backward does
-        self._loaded: dict[nn.Module, list[nn.Parameter]] = {}  # what a part of the module writes again while it is loaded
+        self.shard_gradients = shard_gradients  # whether each backward sends
+        self._loaded: dict[nn.Module, list[nn.Parameter]] = {}  # by module: parameters whose masters have been loaded
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
         self._check_parameters()
         optimizer.names.update({param: name for name, param in module.named_parameters()})
@@ -99,7 +99,7 @@ class ShardedDataParallel(nn.Module):
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if tensor in self.optimizer.number_of:
                 continue
-            if any(buffer.held(tensor) for buffer in self.optimizer.buffers):
+            if any(buffer.uses_former_memory(tensor) for buffer in self.optimizer.buffers):
                 remedy = "use the parameter in its place, or clone() it"
                 raise ValueError(f"{name} shares memory with a parameter, which ShardedOptimizer has moved; {remedy}")
             if self.optimizer.plan.param_dtype is not None and tensor.is_complex():

@@ -53,7 +53,7 @@ class ParameterGradients(GradientSource):
         self._compared = 0  # steps whose gradients were compared between the ranks
 
     def check(self) -> None:
-        """Refuse sparse gradients, those on some ranks only, and in the first steps those that nobody has averaged."""
+        """Refuse sparse gradients, gradients on some ranks only, and in the first steps norms that differ by rank."""
         comm, params = self._optimizer.comm, self._optimizer.flat_params
         if any(param.grad is not None and param.grad.is_sparse for param in params):
             raise RuntimeError(SPARSE)

@@ -21,7 +21,7 @@ class DividedState(torch.optim.Optimizer):
 
     comm: Communicator
     has_state: bool  # whether any rank may have state; the same on all ranks
-    gathered: dict[Any, Any] | None  # the state of all ranks, or, under `ELSEWHERE`, the rank that has it; None: nobody has it
+    gathered: dict[Any, Any] | None  # the whole state, or {ELSEWHERE: the rank that has it}; None: not gathered
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to` of the process group, where `state_dict` returns it until the next write.
@@ -78,7 +78,7 @@ class DividedState(torch.optim.Optimizer):
 
 def _check_whole(state_dict: dict[str, Any] | None) -> None:
     if state_dict is None or ELSEWHERE in state_dict:
-        raise CheckpointError("this state dict has no state; save that of the rank that was consolidated, and load it on all")
+        raise CheckpointError("this state dict has no state; on all ranks, load that of the rank with the consolidated state")
 
 
 class CallersState(defaultdict):
@@ -89,8 +89,8 @@ class CallersState(defaultdict):
         return True
 
     def _refuse(self, *_: Any) -> Any:
-        of_rank = "optimizer.inner.state has that of this rank's slices"
-        raise RuntimeError(f"{_DIVIDED}: {of_rank}, state_dict() all of it after optimizer.consolidate_state_dict()")
+        slices = "read this rank's slices in optimizer.inner.state"
+        raise RuntimeError(f"{_DIVIDED}: {slices}, or all of it in state_dict() after optimizer.consolidate_state_dict()")
 
 
 def _for_callers_keys(name: str) -> Callable[..., Any]:

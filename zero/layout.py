@@ -42,7 +42,7 @@ class ParameterSpec(NamedTuple):
     name: str = ""
     matrices: int = 0  # how many it consists of, for an optimizer that updates matrices, see `zero.muon`
     matrix_dtype: torch.dtype = torch.bfloat16  # in which these are sent
-    state_tensors: int = 2  # of its shape, in its optimizer state; of another class, see `forecast.run_memory.with_own_state`
+    state_tensors: int = 2  # optimizer state tensors of its shape; other classes: `forecast.run_memory.with_own_state`
 
     @property
     def numel(self) -> int:
@@ -210,9 +210,9 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     """Return the megabytes per bucket for `nbytes` of parameters whose optimizer state `world_size` ranks share.
 
     A third of the parameters: two buckets exist at a time, and each takes 2 % of a short step of a small model on a CPU. At
-    least 4 MB, because messages have a latency. At most 25 MB, as in DistributedDataParallel: larger ones take memory and
-    overlap less. Large models have 40 buckets: two are 5 % of the parameters, and the host needs time for each. With more than
-    25 ranks, at least 1 MB per rank, because a ring sends one message per rank, as in Megatron-LM. Figures: docs/sharding.md.
+    least 4 MB, because messages have a latency. At most 25 MB, as in DistributedDataParallel: larger buckets take memory and
+    overlap less. This limit rises to 1 MB per rank, as in Megatron-LM, because a ring sends one message per rank, and to a
+    40th of the parameters: two buckets are then 5 %, and the host needs time for each. Figures: docs/sharding.md.
     """
     return max(4.0, min(nbytes / 3e6, max(25.0, world_size, nbytes / 40e6)))
 

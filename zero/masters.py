@@ -80,14 +80,14 @@ class Remainders:
 
 
 def store_rounded(values: torch.Tensor, place: torch.Tensor) -> None:
-    """Write values to a place of lower precision, both flat: as float32, then rounded; bfloat16 half up, see `Remainders`.
+    """Round flat values, as float32, to a flat place of lower precision; bfloat16: half away from zero, see `Remainders`.
 
     This is the only rounding of weights, so that the owner of a slice and the other ranks get the same bits from any dtype.
     """
     if place.dtype == torch.bfloat16 and values.dtype != torch.bfloat16:
         for target, part in pieces(place, values):
             bits = part.float().view(torch.int32)
-            above_half = (bits >> 15).bitwise_and_(1).bitwise_or_(bits)  # PyTorch rounds half to even, and this is more
+            above_half = (bits >> 15).bitwise_and_(1).bitwise_or_(bits)  # make half more: PyTorch rounds half to even
             target.copy_(above_half.view(torch.float32))
     else:
         place.copy_(values.float() if values.dtype == torch.float64 else values)

@@ -21,7 +21,7 @@ from zero.layout import Plan
 from zero.masters import store_rounded
 from zero.options import Options
 from zero.placement import groups_of_slices, have_moved, lay_out
-from zero.sharded_state import Partition, hyperparameters, partition, settled
+from zero.sharded_state import Partition, hyperparameters, partition, synchronized_partition
 from zero.stopwatch import region
 from zero.tensors import flattened
 from zero.update import SliceUpdate
@@ -44,12 +44,12 @@ class ShardedOptimizer(DividedState):
 
     Args:
         params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
-        optimizer_cls, optimizer_class: class of the inner optimizer, in one of them. One that is not of torch.optim steps
-            once, for all buckets together. If it has methods `train` and `eval`, so has this; call them on all ranks.
+        optimizer_cls, optimizer_class: class of the inner optimizer; give one. A class from neither torch.optim nor `zero`
+            steps once for all buckets. Its `train` and `eval`, if any, exist here too; call them on all ranks.
         process_group: the ranks that train the model. Default: all ranks, or this process without torch.distributed.
-        registration_order: `model.parameters()`, if `params` are groups in another order: that of gradients in backward.
-        elementwise: True for a class that is not one of torch.optim's: the caller's promise that what it does to an element
-            depends on that element, its gradient, its state, the hyperparameters of its group and the number of steps only.
+        registration_order: `model.parameters()`, if `params` have another order. Buckets reverse it, as backward does.
+        elementwise: True for another class than torch.optim's, to promise that its update of an element depends only on that
+            element, its gradient, its state, the hyperparameters of its group and the number of steps.
         device: where the parameters will be. Default: where they are. They move there one after the other.
         parameters_as_bucket_view: has no effect, parameters always are views. `overlap_with_ddp` must be False.
         **kwargs: options, such as `bucket_mb`: the fields of `zero.options.Options`. Others are arguments of `optimizer_cls`.
@@ -84,16 +84,16 @@ class ShardedOptimizer(DividedState):
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
         self.number_of: dict[torch.nn.Parameter, int] = {}  # the parameters in the buffers, numbered as in `Bucket.members`
-        self._versions: dict[torch.nn.Parameter, int] = {}  # that parameters with masters have if nobody else writes to them
+        self._versions: dict[torch.nn.Parameter, int] = {}  # `param._version` at the last write that reached the masters
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self.params_of_groups: list[list[torch.nn.Parameter]]  # as they were laid out
-        self.frozen: list[torch.nn.Parameter]  # of these, those that are in no buffer
+        self.frozen: list[torch.nn.Parameter]  # the parameters that are in no buffer
         self.owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
         self.source: GradientSource = ParameterGradients(self)  # or the Reducer of the ShardedDataParallel around the model
-        self.overlaps = False  # whether that one waits for the all-gathers, in place of `step`
+        self.overlaps = False  # whether forward waits for the all-gathers, in place of `step`
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self.plan: Plan
-        self.is_torch_class = optimizer_cls in KNOWN  # then it keeps no reference to a gradient
+        self.is_known_class = optimizer_cls in KNOWN  # then it keeps no reference to a gradient
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self, _wait_for_gathers, self.buckets)
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
@@ -181,7 +181,7 @@ class ShardedOptimizer(DividedState):
         except BaseException:
             self.synchronize()  # nothing else waits for all-gathers that have started
             raise
-        if not self.is_torch_class:
+        if not self.is_known_class:
             _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # which a class may change, as a counter
         # tell autograd that the update and the all-gathers write to the memory of the parameters
         torch.autograd.graph.increment_version(changed)
@@ -190,7 +190,7 @@ class ShardedOptimizer(DividedState):
             self.synchronize()
 
     def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
-        """Wait for all parameters, or for those in `buckets`. On a GPU, the current stream waits, not the host."""
+        """Wait for all all-gathers, or those of `buckets`. On a GPU, the current stream waits, not the host."""
         for bucket in self.buckets if buckets is None else buckets:
             if bucket.gather is not None:
                 with region(f"zero::wait_all_gather bucket {bucket.number}"):
@@ -292,7 +292,7 @@ def _(optimizer: ShardedOptimizer) -> Partition:
     return Partition(optimizer, inner, optimizer.plan, comm.shard_rank, comm.shard_group, comm.replica, optimizer.owned)
 
 
-@settled.register
+@synchronized_partition.register
 def _(optimizer: ShardedOptimizer) -> Partition:
     meet(optimizer.comm.group)
     optimizer.synchronize()

@@ -71,7 +71,7 @@ def _move_in(buffer: FlatBuffer, number: int, comm: Communicator, slices: list[O
     source = param.data if is_dense(param) else param.data.contiguous()
     buffer.move_in(number, source)
     place = flattened(param.data, param)
-    for first, part in comm.parts_of_rank_0(flattened(source, source), place):
+    for first, part in comm.broadcast_parts(flattened(source, source), place):
         if part.dtype != place.dtype:
             store_rounded(part, place[first : first + part.numel()])
         for owned in slices:
@@ -79,7 +79,7 @@ def _move_in(buffer: FlatBuffer, number: int, comm: Communicator, slices: list[O
 
 
 def _checked_plan(optimizer: Any, earlier: Plan | None) -> Plan:
-    """Return the plan of all groups, with the buffers of the earlier plan. If it refuses, on all ranks, nothing has moved."""
+    """Return the plan of all groups, with the earlier buffers. If a check fails, raise on all ranks before anything moves."""
     groups, comm, options = optimizer.param_groups, optimizer.comm, optimizer.options
     params = list(itertools.chain(*(group["params"] for group in groups)))
 
@@ -95,7 +95,7 @@ def _checked_plan(optimizer: Any, earlier: Plan | None) -> Plan:
     check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)
     specs = parameter_specs(groups, optimizer.registration_order, device=optimizer.device)
     for number, spec in enumerate(earlier.params if earlier else ()):
-        if spec.requires_grad:  # it stays as it is in its buffer, also if it is frozen now
+        if spec.requires_grad:  # a parameter in a buffer stays there, also if frozen now
             specs[number] = spec
     return plan(specs, comm.shard_size, options, earlier.buffers if earlier else ())
 

@@ -59,7 +59,7 @@ class BucketGradients:
         place = self.places()[slice_.param]
         own = gradient if slice_.numel == gradient.numel() else gradient[slice_.start : slice_.stop]
         if slice_.param in self.missing:
-            torch.mul(own, self.comm.share, out=place)
+            torch.mul(own, self.comm.mean_factor, out=place)
             self.missing.discard(slice_.param)
         else:  # the second gradient of this parameter in this backward
             place.add_(own, alpha=1 / self.comm.world_size)
@@ -162,7 +162,7 @@ class Reducer(GradientSource):
         self._sent = [SentGradient(param) for param in self.params]
         self._parts = list(wrapper.module.modules())
         self._children = [{**part._modules} for part in self._parts]
-        # a message that is under way must not lose its memory; at the end of the program, the other rank may be gone
+        # a message in flight must not lose its memory; at the end of the program, the other rank may be gone
         weakref.finalize(self, _wait_for_reductions, self._gradients).atexit = False
         # not hooks of autograd's nodes, which would keep a gradient in memory while its bucket is sent
         on_gradient = partial(_call_reducer, weakref.ref(self))
@@ -371,7 +371,7 @@ class Reducer(GradientSource):
         self._wait_for_agreement()
         for gradients in self._gradients:
             gradients.wait()
-            gradients.drop(reuse=self.optimizer.is_torch_class)
+            gradients.drop(reuse=self.optimizer.is_known_class)
         self._used.clear()
         self.in_backward = self._is_collected = False
 
@@ -390,6 +390,6 @@ def check_not_wrapped(module: nn.Module) -> None:
 
 
 def _call_reducer(reducer: weakref.ref[Reducer], number: int, param: nn.Parameter) -> None:
-    """Call `on_gradient`. The garbage collector cannot see what the hooks of a parameter refer to, and would never free it."""
+    """Call `on_gradient`. The reference is weak: the garbage collector cannot see into hooks, so a strong one would leak."""
     if (alive := reducer()) is not None:
         alive.on_gradient(number, param)

@@ -23,9 +23,9 @@ class Partition:
     plan: Plan
     rank: int  # of this process, among the ranks that share the state
     process_group: dist.ProcessGroup | None  # the ranks that share the state
-    replica: int = 0  # of which this process holds a part; if nothing is sharded, each process has a replica, as rank 0 of 1
+    replica: int = 0  # index of the replica of this process; without sharding, each process has one, as rank 0 of 1
     owned: Sequence[OwnedSlice] = ()  # of a ShardedOptimizer
-    to: int = 0  # the rank that receives the whole state; `rank` counts inside of a replica, this number through all of them
+    to: int = 0  # the rank that receives the whole state, counted over all replicas; `rank` is counted inside of one
 
     @cached_property
     def params(self) -> list[torch.nn.Parameter]:
@@ -86,8 +86,8 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
 
 
 @singledispatch
-def settled(optimizer: torch.optim.Optimizer) -> Partition:
-    """Return the partition when all ranks are here, and everything is ready to be gathered. Needs to be called on all ranks."""
+def synchronized_partition(optimizer: torch.optim.Optimizer) -> Partition:
+    """Wait for all ranks and all-gathers if state is sharded. Return the partition. Needs to be called on all ranks."""
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         meet(optimizer.process_group)
     return partition(optimizer)

@@ -60,11 +60,11 @@ class SliceUpdate:
             raise RuntimeError("a step has failed while matrices were exchanged; restart the program from a checkpoint")
         try:
             if self.exchange is not None:
-                self.exchange.begin(changed, self._before)
+                self.exchange.begin(changed, self._update_momenta)
             for buckets in self._calls():
                 with region(f"zero::update bucket {buckets[0].number}" if buckets else "zero::update"):
                     if self.exchange is not None:
-                        self.exchange.arrive(buckets, self._before)
+                        self.exchange.arrive(buckets, self._update_momenta)
                     self._update(buckets)
                 yield buckets
         except BaseException:
@@ -83,7 +83,7 @@ class SliceUpdate:
     def _calls(self) -> list[list[Bucket]]:
         """Return the buckets of each call of the inner optimizer. Their order is the same on all ranks.
 
-        A class that is not of torch.optim steps once. On a GPU, small shards share a call, unless the call takes memory for
+        A class from neither torch.optim nor `zero` steps once. On a GPU, small shards share a call, unless it takes memory for
         each of them, as kernels that are not fused do. A CPU sends a bucket while it updates the next one.
         """
         if type(self.inner) not in KNOWN:
@@ -133,11 +133,11 @@ class SliceUpdate:
             for bucket in loaded:
                 bucket.store_masters()
 
-    def _before(self, by_group: dict[int, list[torch.nn.Parameter]]) -> list[torch.Tensor]:
-        """Call `before` of the inner optimizer for the slices of each group, with their state in float32."""
+    def _update_momenta(self, by_group: dict[int, list[torch.nn.Parameter]]) -> list[torch.Tensor]:
+        """Call `Muon.update_momenta` for the slices of each group, with their state in float32."""
         inner: Any = self.inner
         with self._in_float32(list(itertools.chain(*by_group.values()))):
-            each = [inner.before(locals_, inner.param_groups[index]) for index, locals_ in by_group.items()]
+            each = [inner.update_momenta(locals_, inner.param_groups[index]) for index, locals_ in by_group.items()]
         return list(itertools.chain(*each))
 
     @contextmanager

@@ -89,9 +89,9 @@ def test_nothing_is_recommended_where_the_settings_fit():
 
 def test_the_answers_of_find_are_the_largest_that_fit():
     small = planner(gpu_memory_gb=0.03, checkpoint_format="sharded")
-    for name, choice in [*advice.ways(small, 2).items()][::3]:  # the first and the last, with all flags
+    for name, choice in [*advice.candidates(small, 2).items()][::3]:  # the first and the last, with all flags
         larger = advice.largest_model(small, name, 2)
-        assert larger.fits(larger.forecast(advice.ways(larger, 2)[name], 2))
+        assert larger.fits(larger.forecast(advice.candidates(larger, 2)[name], 2))
         assert larger.config.n_embd == 64 * larger.config.n_head
         largest, dividing, steps = advice.batch_of_the_run(small, choice, 2)
         assert 0 < dividing <= largest

@@ -116,12 +116,12 @@ def test_when_the_end_is_saved(tmp_path, always):
     settings = {"out_dir": str(tmp_path), "keep_checkpoints": 0, "async_save": False, "checkpoint_format": "consolidated"}
     checkpoints = Checkpoints(settings | {"always_save_checkpoint": always, "eval_only": False})
     checkpoints.claim()
-    assert checkpoints.due(5, is_end=False) == Action.CONTINUE
-    assert checkpoints.due(5, is_end=True) == Action.SAVE, "a run without a checkpoint"
+    assert checkpoints.action_due(5, is_end=False) == Action.CONTINUE
+    assert checkpoints.action_due(5, is_end=True) == Action.SAVE, "a run without a checkpoint"
     model = torch.nn.Linear(2, 2)
     checkpoints.begin_save(model, torch.optim.AdamW(model.parameters()), {"iter_num": 5})
-    assert checkpoints.due(5, is_end=True) == Action.CONTINUE, "just saved"
-    assert checkpoints.due(6, is_end=True) == (Action.SAVE if always else Action.CONTINUE)
+    assert checkpoints.action_due(5, is_end=True) == Action.CONTINUE, "just saved"
+    assert checkpoints.action_due(6, is_end=True) == (Action.SAVE if always else Action.CONTINUE)
 
 
 def test_another_dataset_is_named_and_so_are_settings_without_effect(data, runs, out, other):

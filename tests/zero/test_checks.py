@@ -187,7 +187,7 @@ DIFFERS = {  # a model on rank 1
 }
 NOT_AVERAGED = r"the gradient of a parameter of shape .* on one rank and .*average the gradients"
 INPLACE, CONSOLIDATE = "modified by an inplace operation", r"consolidate_state_dict\(\)"
-DIVIDED = r"the optimizer state is divided among the ranks.*optimizer\.inner\.state has that of this rank's slices"
+DIVIDED = r"the optimizer state is divided among the ranks.*read this rank's slices in optimizer\.inner\.state"
 STATE = {  # uses of the state of parameters
     "[]": lambda state, weight: state[weight],
     "in": lambda state, weight: weight in state,

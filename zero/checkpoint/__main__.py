@@ -16,7 +16,7 @@ def _inspect(path: str) -> None:
     verify(path)
     checkpoint = read_file(path)
     kind = FORMATS["shards" in checkpoint] if "format" in checkpoint else "written by nanoGPT"
-    print(f"{path}: all checksums hold; {os.path.getsize(path) / 1e6:.1f} MB, {kind}")
+    print(f"{path}: all checksums match; {os.path.getsize(path) / 1e6:.1f} MB, {kind}")
     if missing := sorted(KEYS.keys() - checkpoint.keys()):
         print(f"without {', '.join(missing)}")
     else:

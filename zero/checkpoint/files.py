@@ -54,7 +54,7 @@ def find_corruption(folder: str, sums: dict[str, FileSum]) -> str | None:
         try:
             for path, found, expected in zip(paths, pool.map(file_sum, paths), sums.values(), strict=True):
                 if found != expected:
-                    return f"the checksum of {path} does not hold"
+                    return f"the checksum of {path} does not match"
         except OSError as error:
             return str(error)
     return None

@@ -107,7 +107,7 @@ def read_file(path: str) -> dict[str, Any]:
     wrong = [key for key in ("model", "model_args") if key not in held]
     wrong += [key for key, kind in (KEYS | _MORE_KEYS).items() if key in held and not _fits(held[key], kind)]
     if wrong:
-        raise CheckpointError(f"{path} is no checkpoint of a model: wrong or missing in it: {', '.join(wrong)}")
+        raise CheckpointError(f"{path} is no checkpoint of a model; wrong or missing keys: {', '.join(wrong)}")
     if held.get("format", FORMAT) != FORMAT:
         raise CheckpointError(f"{path} has format {held['format']}, this program reads {FORMAT}; use the one that wrote it")
     if "shards" not in held and any(tensor.is_meta for tensor in named_tensors(held).values()):
@@ -131,7 +131,7 @@ def verify(path: str) -> None:
         raise CheckpointError(f"{path} is a folder; name a file, such as {os.path.join(path, NAME)}")
     with reading(path), zipfile.ZipFile(path) as archive:
         if bad := archive.testzip():
-            raise ValueError(f"the checksum of its entry {bad} does not hold")
+            raise ValueError(f"the checksum of its entry {bad} does not match")
     checkpoint = read_file(path)
     if "shards" in checkpoint:
         sums = {name: FileSum(*entry) for name, entry in checkpoint["shards"]["files"].items()}

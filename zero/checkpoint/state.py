@@ -1,8 +1,8 @@
 """Optimizer state that does not depend on its sharding: gather the whole state on rank 0, and restore it at any world size.
 
-Every save makes two things on each rank: an outline of the whole state, with tensors on the meta device, and chunks, the
-elements that this rank owns of them. `local_chunks` returns both; `full_state` fills the outline on rank 0. `restore` loads it
-into any implementation. It takes a function that reads chunks: this module accesses no files.
+On each rank, a save makes an outline of the whole state (tensors on the meta device) and chunks (the elements of these tensors
+that the rank owns). `local_chunks` returns both. `full_state` fills the outline on rank 0. `restore` loads a state into any
+implementation and takes a function that reads chunks: this module accesses no files.
 """
 
 import copy
@@ -20,7 +20,7 @@ from zero.codecs import Encoded
 from zero.host_comm import gather_objects, gather_tensors
 from zero.layout import Slice
 from zero.muon import Muon
-from zero.sharded_state import Partition, hyperparameters, settled
+from zero.sharded_state import Partition, hyperparameters, synchronized_partition
 from zero.tensors import flattened, is_dense, shaped
 
 # these say how this machine computes the update: taken from the running optimizer, never from a file
@@ -88,7 +88,7 @@ def consolidate(optimizer: torch.optim.Optimizer, to: int = 0) -> dict[str, Any]
     Raises CheckpointError on all ranks if an entry of state has neither one number per element nor the same value on all ranks.
     If parameters are whole, an entry may have any shape.
     """
-    part = replace(settled(optimizer), to=to)
+    part = replace(synchronized_partition(optimizer), to=to)
     whole = _gathered(part, *_of_optimizer(part))
     return whole and whole["optimizer"]
 
@@ -98,14 +98,14 @@ def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
     Return on rank 0 copies on the CPU, tied where the entries are, with masters for weights of lower precision; on others None.
     """
-    part = settled(optimizer)
+    part = synchronized_partition(optimizer)
     whole = _gathered(part, *_of_model(part, model, divided=part.plan.has_masters))
     return whole and whole["model"]
 
 
 def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Gather `model_state_dict` and `consolidate` on rank 0, as "model" and "optimizer". Needs to be called on all ranks."""
-    part = settled(optimizer)
+    part = synchronized_partition(optimizer)
     return _gathered(part, *_of_both(part, model, divided=part.plan.has_masters))
 
 
@@ -118,7 +118,7 @@ def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tu
         owns, and on rank 0 the tensors of the model that no rank owns.
     Raises CheckpointError also for a parameter that is not contiguous.
     """
-    part = settled(optimizer)
+    part = synchronized_partition(optimizer)
     _check_contiguous(part)
     outline, chunks = _of_both(part, model, divided=True)
     if part.sends:
@@ -138,8 +138,8 @@ def restore(
     elements of chunks, for tensors on the meta device. Raises CheckpointError if groups, shapes or entries do not match.
     """
     if state_dict is None:
-        raise CheckpointError("every rank needs the whole state, but `consolidate` returns it on rank 0: save it and load it")
-    part = settled(optimizer)
+        raise CheckpointError("state_dict is None; save what `consolidate` returns on one rank, and load that on all ranks")
+    part = synchronized_partition(optimizer)
     _check_groups(state_dict["param_groups"], optimizer)
     _check_state(state_dict["state"], part, in_chunks=read_chunks is not None)
     states, chunks = _local_states(state_dict["state"], part)
@@ -188,7 +188,7 @@ def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:
 
 
 def _take_leaf(part: Partition, slice_: Slice, local: torch.Tensor, chunks: list[TensorChunk], name: str, value: Any) -> Any:
-    """Return the leaf of an outline for a leaf of the state of a slice, and add its elements to `chunks`."""
+    """Return the outline of one leaf of a slice's state, and add the leaf's elements to `chunks`."""
     if isinstance(value, int | float | complex | None):
         return value
     entry = _entry(part, slice_.param, name.removeprefix(f"optimizer.state.{slice_.param}."))
@@ -300,7 +300,7 @@ def _gathered_ranges(part: Partition, outline: dict[str, Any], chunks: list[Tens
 
 
 def materialized(tree: Any, memory_format: torch.memory_format) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a tree with new CPU tensors in place of those on the meta device, tied where these are, and these by name."""
+    """Return a tree with new CPU tensors in place of meta tensors, and the new tensors by name. Tied tensors stay tied."""
     new: dict[int, torch.Tensor] = {}
     named: dict[str, torch.Tensor] = {}
 

@@ -14,8 +14,8 @@ from zero.muon.matrices import Part, matrix_plan, stacked
 from zero.muon.muon import Muon, is_skipped
 from zero.stopwatch import region
 
-# of slices by group of the inner optimizer, see `Muon.before`
-Before = Callable[[dict[int, list[torch.nn.Parameter]]], list[torch.Tensor]]
+# of slices by group of the inner optimizer, see `Muon.update_momenta`
+UpdateMomenta = Callable[[dict[int, list[torch.nn.Parameter]]], list[torch.Tensor]]
 
 
 class Round(NamedTuple):
@@ -32,8 +32,8 @@ class MatrixExchange:
     """Exchanges matrices between the ranks of a shard group, round by round. Every method needs to be called on all ranks.
 
     `zero.muon.matrices.MatrixPlan` says which matrices a round has. Slices are sent to the owners of their matrices, which
-    transform the matrices and send the directions back. In a stage of the update, three rounds are in work: one is
-    transformed, the next one is on its way, and so are the directions of the previous one.
+    transform the matrices and send the directions back. A stage of the update works on three rounds: it transforms one, while
+    the next one and the directions of the previous one are in flight.
     """
 
     def __init__(self, optimizer: Any) -> None:  # a ShardedOptimizer with Muon as its inner optimizer
@@ -55,13 +55,13 @@ class MatrixExchange:
         self._needed: dict[int, int] = {}  # how many stages must have ended before a bucket is updated, by its number
         self._stage = 0  # the next one
         self._works: dict[int, AllToAllWork] = {}  # in flight, by number of the round
-        # what has arrived, by number of the bucket: a slice, the first of its elements, the direction of these
+        # arrived directions, by number of the bucket: slice, first element in it, direction
         self._directions: dict[int, list[tuple[OwnedSlice, int, torch.Tensor]]] = {}
 
-    def begin(self, changed: Iterable[torch.nn.Parameter], before: Before) -> None:
-        """Begin a step that updates the parameters that have a gradient, the same on all ranks, or nothing.
+    def begin(self, changed: Iterable[torch.nn.Parameter], update_momenta: UpdateMomenta) -> None:
+        """Begin a step, which updates `changed`, the same on all ranks, or nothing if `found_inf` is set.
 
-        `before`: returns what is sent of slices, all of them in one round.
+        `update_momenta`: returns what to send of the slices of a round.
         """
         used = {self.number_of[param] for param in changed if self.round_of(param) is not None}
         if used and is_skipped(self.inner):
@@ -71,13 +71,13 @@ class MatrixExchange:
         self._stage = 0
         self._works.clear()  # of a step that has failed, where there is no other rank
         self._directions.clear()
-        self._advance(before)  # the first round is on its way while buckets without matrices are updated
+        self._advance(update_momenta)  # the first round is on its way while buckets without matrices are updated
 
-    def arrive(self, buckets: Iterable[Bucket], before: Before) -> None:
+    def arrive(self, buckets: Iterable[Bucket], update_momenta: UpdateMomenta) -> None:
         """Make the directions that buckets need arrive, and work ahead for those that are updated after them."""
         for bucket in buckets:
             while self._stage < self._needed.get(bucket.number, 0):
-                self._advance(before)
+                self._advance(update_momenta)
 
     def apply(self, bucket: Bucket) -> None:
         """Update the slices of a bucket with their directions, which have arrived, unless this step updates nothing."""
@@ -94,7 +94,7 @@ class MatrixExchange:
             torch._foreach_copy_(places, [values for _, _, values in arrived])
         for index, directions in by_group.items():
             group, of_slices = self.inner.param_groups[index], [shapes[local] for local in directions]
-            self.inner.after(list(directions), group, list(directions.values()), of_slices)
+            self.inner.apply(list(directions), group, list(directions.values()), of_slices)
 
     def round_of(self, param: torch.nn.Parameter) -> int | None:
         """Return the number of the round of a parameter in the plan; None: it does not consist of matrices."""
@@ -120,25 +120,26 @@ class MatrixExchange:
                     received[part.rank].append(part)
         self._rounds = [Round(*_joined(sent), *_joined(received), device) for sent, received, device in found.values()]
 
-    def _advance(self, before: Before) -> None:
+    def _advance(self, update_momenta: UpdateMomenta) -> None:
         """Run a stage: send round k, transform round k - 1, and receive the directions of round k - 2."""
         stage, rounds = self._stage, self._rounds
         if stage < len(rounds):
-            self._send(stage, rounds[stage], before)
+            self._send(stage, rounds[stage], update_momenta)
         if 0 <= stage - 1 < len(rounds):
             self._transform(stage - 1, rounds[stage - 1])
         if 0 <= stage - 2 < len(rounds):
             self._receive(stage - 2, rounds[stage - 2])
         self._stage += 1
 
-    def _send(self, number: int, round_: Round, before: Before) -> None:
+    def _send(self, number: int, round_: Round, update_momenta: UpdateMomenta) -> None:
         with region(f"zero::send matrices of round {number}"):
             slices = [self._slice_of[part] for part in round_.sent]
             by_group: dict[int, dict[torch.nn.Parameter, None]] = {}
             for owned in slices:
                 by_group.setdefault(self._specs[self.number_of[owned.param]].group, {})[owned.local] = None
             in_order = list(itertools.chain(*by_group.values()))
-            values = dict(zip(in_order, before({index: list(locals_) for index, locals_ in by_group.items()}), strict=True))
+            momenta = update_momenta({index: list(locals_) for index, locals_ in by_group.items()})
+            values = dict(zip(in_order, momenta, strict=True))
             outgoing = torch.empty(sum(round_.sent_numels), dtype=self.inner.matrix_dtype, device=round_.device)
             pieces = []
             for part, owned in zip(round_.sent, slices, strict=True):
@@ -162,8 +163,8 @@ class MatrixExchange:
             directions: dict[int, torch.Tensor] = {}  # by matrix
             for (shape, ns_steps), indices in batches.items():
                 in_order = [pieces[index][start] for index in indices for start in sorted(pieces[index])]
-                whole = self.inner.whole(torch.cat(in_order).view(-1, *shape), ns_steps)
-                directions.update(zip(indices, whole.reshape(len(indices), -1), strict=True))
+                transformed = self.inner.directions(torch.cat(in_order).view(-1, *shape), ns_steps)
+                directions.update(zip(indices, transformed.reshape(len(indices), -1), strict=True))
             outgoing = [directions[part.matrix][part.start : part.stop] for part in round_.received]
             joined = torch.cat(outgoing) if outgoing else incoming
             self._works[number] = self.comm.all_to_all(joined, round_.received_numels, round_.sent_numels)

@@ -128,7 +128,7 @@ def _rounds(matrices: list[Matrix], costs: list[int], buffers: list[tuple[int, l
 
 
 def _owners(round_: _Round, costs: list[int], parts: list[list[Part]]) -> Iterator[tuple[int, int]]:
-    """Yield number and owner of each matrix of a round: of the ranks that get such a cost, the one with most of the matrix."""
+    """Yield (matrix, owner) for a round. Of the ranks that get a matrix of this cost, the owner holds most of its elements."""
     free: dict[int, list[int]] = {}  # by cost: ranks that own a matrix of this cost
     for number, owner in zip(round_.numbers, round_.owners, strict=True):
         free.setdefault(costs[number], []).append(owner)

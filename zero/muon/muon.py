@@ -20,8 +20,8 @@ class Muon(torch.optim.AdamW):
     torch.optim.Muon does, the learning rate is multiplied by 0.2 * sqrt(max(rows, columns)): an element then changes about as
     much as with AdamW, and both can have the same learning rate and weight decay (https://arxiv.org/abs/2502.16982).
 
-    Only the second of its three parts needs a matrix whole. A ShardedOptimizer calls `before` and `after` for lists of slices,
-    `whole` for matrices of the same shape on the rank that owns them, and `step` for the other groups.
+    Only the second of its three parts needs a matrix whole. A ShardedOptimizer calls `update_momenta` and `apply` for lists of
+    slices, `directions` for matrices of the same shape on the rank that owns them, and `step` for the other groups.
 
     Args:
         params: parameter groups. A group with the entry "matrices": 1 has parameters with two dimensions. With k > 1, each of
@@ -93,8 +93,9 @@ class Muon(torch.optim.AdamW):
         updated = [(param, group) for group, params in of_matrices for param in params if param.grad is not None]
         for param, group in updated if updated and not is_skipped(self) else ():
             shape = stacked(param.shape, group["matrices"])
-            matrices = self.before([param], group)[0].to(self.matrix_dtype).reshape(-1, *shape)
-            self.after([param], group, [self.whole(matrices, group["ns_steps"]).reshape(param.shape)], [shape])
+            matrices = self.update_momenta([param], group)[0].to(self.matrix_dtype).reshape(-1, *shape)
+            directions = self.directions(matrices, group["ns_steps"]).reshape(param.shape)
+            self.apply([param], group, [directions], [shape])
         try:
             for group, _ in of_matrices:
                 group["params"] = []
@@ -104,8 +105,8 @@ class Muon(torch.optim.AdamW):
                 group["params"] = params
         return loss
 
-    def before(self, locals_: list[torch.nn.Parameter], group: dict[str, Any]) -> list[torch.Tensor]:
-        """Update the state of slices, all with a gradient; return what their matrices consist of, in the slices' shapes."""
+    def update_momenta(self, locals_: list[torch.nn.Parameter], group: dict[str, Any]) -> list[torch.Tensor]:
+        """Update the momenta of slices, all with a gradient. Return what is to be orthogonalized, in the slices' shapes."""
         gradients = [local.grad for local in locals_ if local.grad is not None]
         if group["maximize"]:
             gradients = list(torch._foreach_neg(gradients))
@@ -116,11 +117,11 @@ class Muon(torch.optim.AdamW):
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         return list(torch._foreach_lerp(gradients, momenta, group["momentum"])) if group["nesterov"] else momenta
 
-    def whole(self, matrices: torch.Tensor, ns_steps: int) -> torch.Tensor:
+    def directions(self, matrices: torch.Tensor, ns_steps: int) -> torch.Tensor:
         """Return the directions of the update of matrices, (number, rows, columns), in the same shape and dtype."""
         return orthogonalized(matrices, ns_steps)
 
-    def after(
+    def apply(
         self,
         locals_: list[torch.nn.Parameter],
         group: dict[str, Any],

@@ -79,7 +79,7 @@ def test_damaged_shards(tmp_path):
 
 
 def with_true_checksums(path, shards):
-    """An attacker would see to it that the checksums hold."""
+    """An attacker would see to it that the checksums match."""
     checkpoint = torch.load(path, weights_only=True)
     sums = {name: list(file_sum(str(shards / name))) for name in os.listdir(shards)}
     torch.save({**checkpoint, "shards": {"folder": shards.name, "files": sums}}, path)
@@ -147,7 +147,7 @@ def test_a_file_that_does_not_say_where_its_tensors_are(tmp_path):
     path = str(tmp_path / "ckpt.pt")
     whole = torch.load(path, weights_only=True)
     wrong = 3, {}, {"folder": 3, "files": {}}, {"folder": "x", "files": {"y": 3}}, {"folder": "x", "files": {3: [1, 2]}}
-    cases = [({**whole, "shards": shards}, "wrong or missing in it: shards") for shards in wrong]
+    cases = [({**whole, "shards": shards}, "wrong or missing keys: shards") for shards in wrong]
     cases += [
         ({key: value for key, value in whole.items() if key != "shards"}, "does not say where its tensors are"),
         ({**whole, "model": {"other": torch.empty(3, device="meta")}}, r"no tensor model\.other of 3 elements"),

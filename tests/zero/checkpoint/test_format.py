@@ -101,12 +101,12 @@ def test_wrong_shapes_and_keys(tmp_path):
 
 def test_hostile_and_incomplete_files_say_what_is_wrong(tmp_path):
     for content, message in (
-        ({**CHECKPOINT, "config": 3, "model_args": 3}, "missing in it: model_args, config"),
-        ({**CHECKPOINT, "optimizer": {"state": {}}}, r"missing in it: optimizer"),
-        ({**CHECKPOINT, "config": {"dataset": 5}}, r"missing in it: config"),
+        ({**CHECKPOINT, "config": 3, "model_args": 3}, "missing keys: model_args, config"),
+        ({**CHECKPOINT, "optimizer": {"state": {}}}, r"missing keys: optimizer"),
+        ({**CHECKPOINT, "config": {"dataset": 5}}, r"missing keys: config"),
         ({**CHECKPOINT, "config": Hostile()}, "system"),
         ({**CHECKPOINT, "format": 99}, "has format 99"),
-        (7, "missing in it: model, model_args"),
+        (7, "missing keys: model, model_args"),
     ):
         torch.save(content, tmp_path / "ckpt.pt")
         with pytest.raises(ckpt.CheckpointError, match=message):

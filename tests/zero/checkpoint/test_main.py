@@ -18,7 +18,7 @@ def test_inspect(tmp_path, capsys):
     commit(numbered(5), None, str(tmp_path))
     shown = run("zero/checkpoint/__main__.py", "inspect", str(tmp_path / "ckpt.pt")).succeeded()
     lines = shown.stdout.splitlines()
-    assert re.fullmatch(rf"{tmp_path / 'ckpt.pt'}: all checksums hold; 0.0 MB, consolidated", lines[0])
+    assert re.fullmatch(rf"{tmp_path / 'ckpt.pt'}: all checksums match; 0.0 MB, consolidated", lines[0])
     assert "iteration 5" in lines[1]
 
     def inspect(name):

@@ -94,8 +94,7 @@ class Muon(torch.optim.AdamW):
         for param, group in updated if updated and not is_skipped(self) else ():
             shape = stacked(param.shape, group["matrices"])
             matrices = self.update_momenta([param], group)[0].to(self.matrix_dtype).reshape(-1, *shape)
-            directions = self.directions(matrices, group["ns_steps"]).reshape(param.shape)
-            self.apply([param], group, [directions], [shape])
+            self.apply([param], group, [self.directions(matrices, group["ns_steps"]).reshape(param.shape)], [shape])
         try:
             for group, _ in of_matrices:
                 group["params"] = []

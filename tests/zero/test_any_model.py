@@ -529,7 +529,7 @@ def test_every_optimizer_of_others(run):
     kinds = "adamw foreach", "adamw fused", "rmsprop centered", "muon"
     try_all(run, others + [plain(optimizer=kind) for kind in kinds])
     for cls in ELEMENTWISE:
-        with pytest.raises(ValueError, match=f"{cls.__name__} is not one of torch.optim's classes"):
+        with pytest.raises(ValueError, match=f"{cls.__name__} is not an elementwise class of torch.optim"):
             ShardedOptimizer(nn.Linear(2, 2).parameters(), cls)
 
 

@@ -229,11 +229,16 @@ def run_part(name):
 # -- the tests -------------------------------------------------------------------------------------------------------------
 
 
+def preloaded(*functions):
+    """What functions of this file return in a preloaded process."""
+    names = ", ".join(function.__name__ for function in functions)
+    script = f"import json, sys; sys.path[:0] = {sys.path}; from test_pretended_gpu import {names}"
+    return json.loads(run_preloaded("-c", f"{script}; print(json.dumps([function() for function in ({names},)]))", cwd=ROOT))
+
+
 @pytest.fixture(scope="module")
 def printed():
-    names = "what_it_notices, several_streams, waits_of_rounding, every_flag, small_launches"
-    script = f"import json, sys; sys.path[:0] = {sys.path}; from test_pretended_gpu import {names}"
-    return json.loads(run_preloaded("-c", f"{script}; print(json.dumps([function() for function in ({names})]))", cwd=ROOT))
+    return preloaded(what_it_notices, several_streams, waits_of_rounding, small_launches)
 
 
 def test_it_notices_two_devices_in_an_operation_and_every_wait(printed):
@@ -260,9 +265,10 @@ def test_the_host_does_not_wait_for_a_seed(printed):
     assert waits == 0
 
 
-def test_every_flag_trains_saves_and_restores(printed):
+@pytest.mark.slow("trains 14 times; the launches of six modes have their operations by day", seconds=20)
+def test_every_flag_trains_saves_and_restores():
     """No operation mixes devices. The host waits for the scaler, and for parameters without a gradient."""
-    *_, found, _ = printed
+    (found,) = preloaded(every_flag)
     assert len(found) == len(ALL_FLAGS)
     for name, muon, *of_groups in found:
         flags = ALL_FLAGS[name]
@@ -285,12 +291,15 @@ def test_the_committed_counts(name):
     assert all(row["clip"] + row["update"] <= 2000 for row in rows if row["mode"] != "plain_muon")
 
 
-OTHERS = "train-float32", "train-muon", "train-float16", "gpt2-eager", "xl-all-flags", "xl-bfloat16", "xl-shard-gradients"
-OTHERS += "memory-xl", "memory-gpt2", "memory-2-ranks", "time-1-nccl-rank"
-SLOW = pytest.mark.slow("train-codecs takes the same branches in run/", seconds=120)
+PARTS = (
+    *("train-codecs", "train-float32", "train-muon", "train-float16", "gpt2-eager"),
+    *("xl-all-flags", "xl-bfloat16", "xl-shard-gradients"),
+    *("memory-xl", "memory-gpt2", "memory-2-ranks", "time-1-nccl-rank"),
+)
 
 
-@pytest.mark.parametrize("name", ["train-codecs", *(pytest.param(name, marks=SLOW) for name in OTHERS)])
+@pytest.mark.slow("trains and measures as a GPU would; test_gpu.py has the parts on a CPU", seconds=120)
+@pytest.mark.parametrize("name", PARTS)
 def test_parts_of_bench_gpu_that_need_no_values(tmp_path, name):
     """The others read a checkpoint, or ask CUDA for a trace. None compiles here."""
     script = f"import sys; sys.path[:0] = {[ROOT, *sys.path]}; from test_pretended_gpu import run_part; run_part('{name}')"

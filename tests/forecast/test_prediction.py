@@ -135,11 +135,17 @@ def test_predictions_are_what_tensors_take(world_size, micro_steps):
 
 
 @pytest.mark.parametrize(
-    "world_size", [1, pytest.param(2, marks=pytest.mark.slow("test_malloc.py has two ranks as well", seconds=60))]
+    ("world_size", "micro_steps"),
+    [
+        (1, 3),
+        pytest.param(1, 1, marks=pytest.mark.slow("one micro-step; the others have three", seconds=10)),
+        pytest.param(2, 1, marks=pytest.mark.slow("test_malloc.py has two ranks as well", seconds=30)),
+        pytest.param(2, 3, marks=pytest.mark.slow("test_malloc.py has two ranks as well", seconds=30)),
+    ],
 )
-def test_the_peak_of_training(world_size):
+def test_the_peak_of_training(world_size, micro_steps):
     cases = CASES if world_size > 1 else {name: CASES[name] for name in ALONE}
-    calls = (partial(measured, cases, *how, with_peak=True) for how in itertools.product((1, 3), PEAK_SIZES))
+    calls = (partial(measured, cases, micro_steps, sizes, with_peak=True) for sizes in PEAK_SIZES)
     for results in itertools.chain.from_iterable(run_in_turn(world_size, *calls)):
         check(results, with_peak=True)
 

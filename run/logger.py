@@ -34,7 +34,7 @@ class Logger:
         self.file: MetricsFile | None = None
         if out_dir is None or not is_rank_0():
             self.summary, self.wandb = Summary(config), WandbRun(config)
-            self._libraries: list[WandbRun | TensorBoardRun] = [self.wandb]
+            self._writers: list[WandbRun | TensorBoardRun] = [self.wandb]
             return
         self.summary = Summary(_all_facts(out_dir, config, resume_at))
         try:
@@ -45,13 +45,13 @@ class Logger:
             self.wandb = WandbRun(config, run_id)  # wrong settings end the run before the file is cut
             for event in self.file.kept() if self.wandb.lacks_history else ():
                 self.wandb.log(event)
-            self._libraries = []
+            self._writers = []
             if config.get("log_to") == "tensorboard":
-                self._libraries.append(TensorBoardRun(out_dir, resume_at or 0, config))
+                self._writers.append(TensorBoardRun(out_dir, resume_at or 0, config))
                 for event in map(event_of, self.file.late):
                     if event["iter"] == resume_at:  # TensorBoard hides what it has of this iteration
-                        self._libraries[-1].log(event)
-            self._libraries.append(self.wandb)  # the last one to finish, which may take a minute
+                        self._writers[-1].log(event)
+            self._writers.append(self.wandb)  # the last one to finish, which may take a minute
             self.file.rewind()
         except OSError as error:
             raise ValueError(f"cannot write to out_dir={out_dir}: {error}") from error
@@ -66,8 +66,8 @@ class Logger:
             return
         event = {"iter": max(0, position.iteration), **event}
         self.summary.add(event)
-        for library in self._libraries:
-            library.log(event)
+        for writer in self._writers:
+            writer.log(event)
         if self.file:
             self.file.log(event)
         if "val/loss" in event:
@@ -99,8 +99,8 @@ class Logger:
             if outcome:
                 report.write(outcome, self.summary)
         with position.at("ending the wandb run", patient=True):
-            for library in self._libraries:
-                library.finish(self.summary.figures(), int(state == "failed"))
+            for writer in self._writers:
+                writer.finish(self.summary.figures(), int(state == "failed"))
 
 
 def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> dict[str, Any]:

@@ -98,18 +98,18 @@ def _fits(key: str, value: Any) -> bool:
 
 
 def while_it_works(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a method that does nothing without `library`, the object of a library that takes the metrics.
+    """Return a method that does nothing without `writer`, the object of a library that takes the metrics.
 
-    If the method raises, a line says so, and the training goes on without the library.
+    If the method raises, a line says so, and the training goes on without the writer.
     """
 
     @wraps(method)
     def call(self: Any, *arguments: Any) -> None:
-        if self.library is not None:
+        if self.writer is not None:
             try:
                 method(self, *arguments)
             except Exception as error:
-                self.library = None
+                self.writer = None
                 print0(f"WARNING: {self.name} has stopped: {_first_line(error)}; metrics.jsonl has all figures")
 
     return call
@@ -136,9 +136,9 @@ class TensorBoardRun:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(f"log_to=tensorboard needs tensorboard ({error}); pip install tensorboard") from error
-        self.library: Any = SummaryWriter(os.path.join(out_dir, TENSORBOARD), purge_step=resume_at, flush_secs=5)
+        self.writer: Any = SummaryWriter(os.path.join(out_dir, TENSORBOARD), purge_step=resume_at, flush_secs=5)
         text = json.dumps(config, indent=1).replace("\n", "\n    ")  # four spaces: code in markdown
-        self.library.add_text("run.json", f"    {text}", resume_at)
+        self.writer.add_text("run.json", f"    {text}", resume_at)
         print0(f"TensorBoard: tensorboard --logdir={out_dir}")
 
     @while_it_works
@@ -146,16 +146,16 @@ class TensorBoardRun:
         """Write an event."""
         for key, value in event.items():
             if isinstance(value, str):
-                self.library.add_text(key, value, event["iter"])
+                self.writer.add_text(key, value, event["iter"])
             elif key != "iter" and value is not None:
-                self.library.add_scalar(key, value, event["iter"])
+                self.writer.add_scalar(key, value, event["iter"])
 
     @while_it_works
     def finish(self, figures: dict[str, float], _: int) -> None:
         """Write the figures of the whole run as a text, and close the file."""
         lines = [f"| {name} | {figure:.6g} |" for name, figure in figures.items() if math.isfinite(figure)]
-        self.library.add_text("summary", "\n".join(["| | |", "|---|---|", *lines]))
-        self.library.close()
+        self.writer.add_text("summary", "\n".join(["| | |", "|---|---|", *lines]))
+        self.writer.close()
 
 
 class WandbRun:
@@ -172,7 +172,7 @@ class WandbRun:
     """
 
     name = "wandb"
-    library: Any = None  # wandb's run
+    writer: Any = None  # wandb's run
 
     def __init__(self, config: dict[str, Any], run_id: str | None = None) -> None:
         self.id: str | None = None  # of the run
@@ -191,7 +191,7 @@ class WandbRun:
             print0(f"WARNING: wandb does not start: {_first_line(error)}; training goes on, metrics.jsonl has all figures")
             return
         if not run.disabled:
-            self._wandb, self.library, self.id = wandb, run, run.id
+            self._wandb, self.writer, self.id = wandb, run, run.id
             self._first = run.starting_step  # the server has earlier rows, which stay as they are
             self.lacks_history = run.offline and run_id is not None
             self._samples = wandb.Table(columns=["iter", "text"], log_mode="INCREMENTAL")
@@ -208,17 +208,17 @@ class WandbRun:
         if "sample/text" in event:
             self._samples.add_data(event["iter"], event["sample/text"])
             row["sample/text"] = self._samples
-        self.library.log(row, step=self._newest)
+        self.writer.log(row, step=self._newest)
 
     @while_it_works
     def alert(self, title: str, text: str) -> None:
         """Send an alert, which wandb forwards by e-mail or Slack."""
-        self.library.alert(title, text)
+        self.writer.alert(title, text)
 
     @while_it_works
     def summarize(self, values: dict[str, Any]) -> None:
         """Set figures that describe the whole run."""
-        self.library.summary.update(values)
+        self.writer.summary.update(values)
 
     def finish(self, figures: dict[str, float], exit_code: int = 0) -> None:
         """Set these figures and end the run, which wandb shows as failed if the code is not 0. Waits a minute for wandb."""
@@ -230,7 +230,7 @@ class WandbRun:
 
     @while_it_works
     def _finish(self, exit_code: int) -> None:
-        self.library.finish(exit_code)
+        self.writer.finish(exit_code)
 
 
 def _start(wandb: Any, config: dict[str, Any], run_id: str | None) -> Any:

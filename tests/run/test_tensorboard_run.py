@@ -52,7 +52,7 @@ def test_tensorboard_has_every_figure_once(data, tmp_path):
 def test_an_error_does_not_end_the_run(tmp_path, capsys):
     pytest.importorskip("tensorboard", reason=MISSING)
     board = TensorBoardRun(str(tmp_path), 0, {})
-    board.library.add_scalar = lambda *_: 1 / 0
+    board.writer.add_scalar = lambda *_: 1 / 0
     for iteration in (1, 2):
         board.log({"iter": iteration, "a": 1.0})
     board.finish({}, 0)

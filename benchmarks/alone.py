@@ -7,6 +7,7 @@ Without DistributedDataParallel, of which PyTorch's compiler cuts the graphs, so
 
 import runpy
 import sys
+from unittest import mock
 
 from distributed.signals import Action
 from run.checkpoints import Checkpoints
@@ -15,11 +16,11 @@ from zero.flags import Flags
 
 def shard_alone() -> None:
     """From now on, in this process, which has one rank, `use_zero1` chooses the sharded optimizer."""
-    setattr(Flags, "implementation", lambda flags, _: "sharded" if flags.use_zero1 else "adamw")  # noqa: B010
+    mock.patch.object(Flags, "implementation", lambda flags, _: "sharded" if flags.use_zero1 else "adamw").start()
 
 
 if __name__ == "__main__":
     shard_alone()
-    setattr(Checkpoints, "due", lambda *_, **__: Action.CONTINUE)  # noqa: B010  # 19 GB of XL would take minutes
+    mock.patch.object(Checkpoints, "action_due", lambda *_, **__: Action.CONTINUE).start()  # 19 GB of XL would take minutes
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -15,6 +15,7 @@ import runpy
 import sys
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,13 +30,13 @@ from zero.collectives import Communicator
 def send_to_itself() -> None:
     """From now on, in this process, which has one rank."""
     shard_alone()
-    setattr(Communicator, "is_alone", False)  # noqa: B010
+    mock.patch.object(Communicator, "is_alone", False).start()
 
 
 def start_late() -> None:
     """From now on, in this process."""
     for home, name in (collectives, "_all_gather_single"), (collectives, "_reduce_scatter_single"), (dist, "all_to_all_single"):
-        setattr(home, name, partial(_late, getattr(home, name)))
+        mock.patch.object(home, name, partial(_late, getattr(home, name))).start()
 
 
 def _late(start: Any, output: torch.Tensor, own: torch.Tensor, *sizes: list[int], **options: Any) -> dist.Work:

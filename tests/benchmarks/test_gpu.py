@@ -8,6 +8,7 @@ import tarfile
 
 import pytest
 from conftest import ROOT
+from scripts import SETTINGS, run
 
 from benchmarks import gpu, storage
 from benchmarks.gpu import Part
@@ -96,6 +97,14 @@ def test_parameters_that_move_take_their_memory_and_free_it(capsys):
     with pytest.raises(SystemExit) as end:
         storage.main()
     assert not end.value.code, capsys.readouterr().out
+
+
+def test_a_process_alone_shards_its_optimizer_and_writes_no_checkpoint(tmp_path):
+    arguments = "--dataset=stdlib_char", f"--out_dir={tmp_path}", *SETTINGS, "--max_iters=2", "--always_save_checkpoint=False"
+    printed = run("benchmarks/alone.py", os.path.join(ROOT, "train.py"), *arguments).succeeded().stdout
+    assert "Using ShardedOptimizer on one rank" in printed
+    assert os.path.exists(tmp_path / "report.md")
+    assert not os.path.exists(tmp_path / "ckpt.pt")
 
 
 def test_the_parts_for_several_gpus():

@@ -17,7 +17,7 @@ from scripts import SIZES, check_mistakes, defaults_of
 
 import plan as plan_script
 from charts.style import number
-from configurator import TRAIN, settings_of
+from configurator import TRAIN, configure, settings_of
 from forecast.activations import predict
 from forecast.modes import LOSS_CHUNK, MODES
 from forecast.prediction import Workload
@@ -72,6 +72,24 @@ def test_the_optimizer_is_the_one_that_build_chooses(monkeypatch):
     monkeypatch.setattr("forecast.run_memory.optimizer_of", sgd)
     assert planner().plain == "plain SGD"
     assert 2 * row(2)["state"] == before
+
+
+@pytest.mark.parametrize(
+    ("row", "modes", "arguments"),
+    [
+        ("GPT-2 XL on 8 GPUs", ("adamw", "adamw_in_place", "sharded"), ("config/train_gpt2_xl.py", "--world_size=8")),
+        ("GPT-2 124M on 8 GPUs", ("adamw", "adamw_in_place", "sharded"), ("config/train_gpt2.py", "--world_size=8")),
+        ("XL on one GPU", ("adamw", "adamw", "all"), ("config/train_gpt2_xl.py", "--world_size=1", "--batch_size=1")),
+    ],
+)
+def test_the_first_figures_of_the_readme(monkeypatch, row, modes, arguments):
+    monkeypatch.chdir(ROOT)
+    settings = configure(settings_of(plan_script.__file__, TRAIN), [*arguments, "--compile=True"])
+    one, size = plan_script.Planner(settings, plan_script.model_config(settings)), int(settings["world_size"])
+    choices = {mode: choice for choice, mode in one.choices(size).items()}
+    peaks = [f" {one.forecast(choices[mode], size).peak / 1e9:.2f} " for mode in modes]
+    with open("README.md") as file:
+        assert [line.split("|")[2:5] for line in file if line.startswith(f"| {row}")] == [peaks]
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
 """Reduce-scatter and all-gather of flat buckets, with the fast method of each backend. Counts bytes and wait time."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,15 +40,15 @@ def received_numels(own: int, ranks: int, on_cpu: bool, native: bool) -> list[in
     return [own] if native else [ranks * own]
 
 
-def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.ProcessGroup:
-    """Return a new process group of some ranks of `group`, with its backend and timeout. Needs to be called on these ranks."""
+@cache  # each group has threads on a CPU, and memory on a GPU: all optimizers of the same ranks share one
+def _subgroup(group: Any, members: range) -> dist.ProcessGroup:
+    """Return a process group of some ranks of `group`, with its backend and timeout. Needs to be called on these ranks."""
     world: Any = dist.group.WORLD
-    whole: Any = group or world
-    ranks = dist.get_process_group_ranks(whole)
+    ranks = dist.get_process_group_ranks(group)
     if len(ranks) < world.size() and world.bound_device_id is not None:
         reason = "because with init_process_group(device_id=...) every rank takes part in each new group; leave device_id out"
         raise ValueError(f"shard_size in a process_group of {len(ranks)} ranks would wait for all {world.size()}, {reason}")
-    chosen, backend = [ranks[member] for member in members], dist.get_backend(whole)
+    chosen, backend = [ranks[member] for member in members], dist.get_backend(group)
     return dist.new_group(chosen, timeout=timeout_of(group), backend=backend, use_local_synchronization=True)
 
 
@@ -120,8 +121,9 @@ class Communicator:
         self.shard_group, self.replica_group = group, None
         if self.replicas > 1:
             first = self.replica * self.shard_size
-            self.shard_group = _subgroup(group, range(first, first + self.shard_size))
-            self.replica_group = _subgroup(group, range(self.shard_rank, self.world_size, self.shard_size))
+            whole = group or dist.group.WORLD
+            self.shard_group = _subgroup(whole, range(first, first + self.shard_size))
+            self.replica_group = _subgroup(whole, range(self.shard_rank, self.world_size, self.shard_size))
         self.mean_factor = torch.tensor(1 / self.world_size, dtype=torch.float64, device="cpu")  # a tensor takes less time
         self.is_gloo = distributed and dist.get_backend(group) == "gloo"
         self.pool = Pool()

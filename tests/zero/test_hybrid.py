@@ -115,7 +115,9 @@ def groups_that_do_not_fit():
     for shard_size, message in ((3, "shard_size=3 does not divide 4 ranks; use one of 1, 2"), (-1, "use one of 1, 2, 4")):
         with pytest.raises(ValueError, match=message):
             hybrid_toy(shard_size)
-    lines = gather_objects(describe(hybrid_toy(2)[1], []))
+    one, other = (hybrid_toy(2)[1] for _ in range(2))
+    assert one.comm.shard_group is other.comm.shard_group is not one.comm.replica_group is other.comm.replica_group
+    lines = gather_objects(describe(one, []))
     assert "over 2 ranks in each of 2 groups" in lines[0]
 
 

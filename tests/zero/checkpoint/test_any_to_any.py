@@ -83,30 +83,29 @@ def save(modes, root, references):
         dist.barrier()
 
 
-def resume(pairs, root, references):
-    """The weights of rank 0 after each of the checkpoints has gone on here, in full precision."""
-    for source, target in pairs:
-        _, end = references[target[0].startswith(MUON)]
-        after = []
-        for format in ckpt.FORMATS:
-            module, model, optimizer = make(target[0], seed=99)
-            path, _ = ckpt.find(folder_of(root, source, format))
-            checkpoint = ckpt.load(path)
-            module.load_state_dict(checkpoint["model"])
-            before = copy.deepcopy(checkpoint["optimizer"])
-            ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(path, checkpoint))
-            if format == "consolidated":
-                assert_equal(checkpoint["optimizer"], before, "it is only read")
-                held = ckpt.consolidate(optimizer)
-                if held is not None and "codecs" not in target[0]:  # also what a codec has decoded
-                    assert_equal(held["state"], before["state"], (source, target))
-            train(model, optimizer, rank=0, steps=STEPS, first=STEPS)
-            after.append(ckpt.model_state_dict(module, optimizer))
-        if dist.get_rank() == 0:
-            assert_equal(*after, (source, target))
-            trained = {name for name in end if not name.startswith(("frozen", "unused"))}
-            difference = largest_difference(*({name: each[name] for name in trained} for each in (after[0], end)))
-            assert difference <= max(tolerance(source), tolerance(target)), (source, target)
+def resume(source, target, root, references):
+    """The weights of rank 0 after a checkpoint has gone on here, in full precision."""
+    _, end = references[target[0].startswith(MUON)]
+    after = []
+    for format in ckpt.FORMATS:
+        module, model, optimizer = make(target[0], seed=99)
+        path, _ = ckpt.find(folder_of(root, source, format))
+        checkpoint = ckpt.load(path)
+        module.load_state_dict(checkpoint["model"])
+        before = copy.deepcopy(checkpoint["optimizer"])
+        ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(path, checkpoint))
+        if format == "consolidated":
+            assert_equal(checkpoint["optimizer"], before, "it is only read")
+            held = ckpt.consolidate(optimizer)
+            if held is not None and "codecs" not in target[0]:  # also what a codec has decoded
+                assert_equal(held["state"], before["state"])
+        train(model, optimizer, rank=0, steps=STEPS, first=STEPS)
+        after.append(ckpt.model_state_dict(module, optimizer))
+    if dist.get_rank() == 0:
+        assert_equal(*after)
+        trained = {name for name in end if not name.startswith(("frozen", "unused"))}
+        difference = largest_difference(*({name: each[name] for name in trained} for each in (after[0], end)))
+        assert difference <= max(tolerance(source), tolerance(target))
 
 
 def tolerance(place):
@@ -124,7 +123,7 @@ def check_pairs(pairs, root):
         run_in_turn(world_size, partial(save, modes, str(root), references))
     for world_size in WORLD_SIZES:
         own = [pair for pair in pairs if pair[1][1] == world_size]
-        run_in_turn(world_size, partial(resume, own, str(root), references))
+        run_in_turn(world_size, *(partial(resume, *pair, str(root), references) for pair in own))
     return references
 
 

@@ -55,7 +55,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
     It does not wait for a GPU.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=cpu_group(group))
@@ -64,13 +64,12 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 def on_any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
     """Return whether a flag is set on any rank. Needs to be called on all ranks."""
-    several = dist.is_initialized() and dist.get_world_size(group) > 1
-    return any(gather_objects(flag, group)) if several else flag
+    return any(gather_objects(flag, group))
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Return the value of rank 0. Call it on all ranks; without torch.distributed, there is one."""
-    if not dist.is_initialized() or dist.get_backend(group) == "fake":  # there, no rank sends
+    if not dist.is_initialized() or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":  # where no rank sends
         return value
     values = [value]
     dist.broadcast_object_list(values, group_src=0, group=cpu_group(group))
@@ -84,20 +83,18 @@ def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None = None
         made = make()
     except Exception as raised:
         error = raised
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        errors = gather_objects(error and (str(error) or repr(error)), group)
-        if error is None and any(errors):
-            rank = next(rank for rank, message in enumerate(errors) if message)
-            raise ValueError(f"rank {rank}: {errors[rank]}")
+    errors = gather_objects(error and (str(error) or repr(error)), group)
     if error is not None:
         raise error
+    if any(errors):
+        rank = next(rank for rank, message in enumerate(errors) if message)
+        raise ValueError(f"rank {rank}: {errors[rank]}")
     return made
 
 
 def check_same_on_all_ranks(facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """Raise ValueError on all ranks if the facts about the model of a rank differ from those of rank 0."""
-    several = dist.is_initialized() and dist.get_world_size(group) > 1
-    expected = broadcast_object(facts, group) if several else facts
+    expected = broadcast_object(facts, group)
 
     def compare() -> None:
         for name in expected | facts:

@@ -171,7 +171,9 @@ def test_the_recipes_break_no_other_test(tmp_path):
     subprocess.run(["git", "clone", "-q", ROOT, tmp_path], check=True)
     apply_all(tmp_path)
     succeeds(tmp_path, "mypy")
-    succeeds(tmp_path, "pytest", "-n", "2", "-m", "not slow", "-k", "not test_the_checkpoint_is_nanogpts")
+    # the first one has the keys of a checkpoint without the new fields; the second one would see the recipes twice
+    left_out = "not test_the_checkpoint_is_nanogpts and not test_the_recipes_are_as_lint_wants"
+    succeeds(tmp_path, "pytest", "-n", "2", "-m", "not slow", "-k", left_out)
 
 
 OTHER_OPTIMIZER = {  # in zero/build.py, as the section on optimizers says

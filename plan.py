@@ -57,6 +57,7 @@ Modes:
 import itertools
 import math
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from json import dump
@@ -403,4 +404,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without an error
     main()

@@ -306,6 +306,7 @@ def gradients_of_one_rank():
     add = Communicator.sum_of
 
     def first_only(comm, reduction, shard, like):
+        comm.wait("reduce-scatter", reduction.works, like.device)
         for part in reduction.parts[1:] if comm.rank == 0 else reduction.parts[:1]:
             part.zero_()
         return add(comm, reduction, shard, like)

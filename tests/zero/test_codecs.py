@@ -72,7 +72,7 @@ def values(numel, positive):
 
 @pytest.mark.parametrize("positive", [True, False])
 @pytest.mark.parametrize("numel", [1, 16, BLOCK, BLOCK + 16, 2**17 + 3 * BLOCK + 16])
-@pytest.mark.parametrize("codec", filter(None, STATE_CODECS.values()))
+@pytest.mark.parametrize("codec", [*filter(None, STATE_CODECS.values())])
 def test_what_is_decoded_encodes_to_the_same_bytes(codec, numel, positive):
     """A checkpoint has what is decoded: a resumed run must hold the bytes of the run that was saved."""
     encoded = encode(codec, values(numel, positive), step=1)

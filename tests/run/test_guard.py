@@ -210,6 +210,9 @@ def test_a_run_that_diverges_keeps_its_checkpoint(data, tmp_path, learning_rate,
     [message] = [line for line in process.stderr.splitlines() if line.startswith("the run ends at iteration ")]
     assert re.search(r"not finite since iteration \d+: .*(loss of rank \d|gradient norm) is ", message)
     assert "lower --learning_rate" in message
+    card = (tmp_path / "report.md").read_text()
+    assert re.match(r"# Report: failed before iteration \d+, see the last warning\n", card)
+    assert re.search(r"\| warnings \| .*the last one: Loss or gradients not finite: at iteration \d+: ", card)
     assert "--init_from=resume goes on from there" in process.stderr
     checkpoint = ckpt.load(ckpt.find(str(tmp_path))[0])
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())

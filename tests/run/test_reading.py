@@ -8,19 +8,15 @@ from unittest import mock
 import faults
 import pytest
 import torch
-import torch.distributed as dist
 from scripts import FEW, SETTINGS, events_of, run
 
-from distributed import ranks
 from distributed.heartbeat import Position
 from distributed.launch import Launch
 from distributed.signals import Action
 from distributed.watchdog import Watchdog
-from run import guard
 from run.checkpoints import State
 from run.hooks import Run
 from run.meter import Iteration, Lap
-from zero import ShardedGradScaler, stopwatch
 from zero.stopwatch import Stopwatch, awaited_collective
 
 FLAGS = ["--dropout=0.0", "--max_iters=8", "--eval_interval=4", "--sample_interval=6", "--eval_iters=1", FEW]
@@ -152,16 +148,3 @@ def test_what_all_ranks_agree_on_as_an_iteration_begins(monkeypatch):
     assert (begun.must_save, begun.must_stop) == (True, True)
     begun.checkpoints.newest = 7
     assert (begun.must_save, begun.must_stop) == (False, True)
-
-
-def test_an_all_reduce_of_the_guard_has_a_name(monkeypatch):
-    optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)], fused=True)
-    watched = guard.Guard(optimizer, ShardedGradScaler("cpu", enabled=False), limit=1, alert=print)
-    seen, marks = [], list(events(monkeypatch))
-    monkeypatch.setattr(stopwatch, "mark", lambda _: marks.pop(0))
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "all_reduce", seen.append)
-    monkeypatch.setattr(ranks, "_WAITS", Stopwatch(of_collectives=True))
-    watched.check(torch.ones(()), torch.ones(()))
-    assert len(seen) == 1
-    assert awaited_collective() == "all-reduce"

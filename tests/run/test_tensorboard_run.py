@@ -21,16 +21,6 @@ def shown(folder):
     return {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in tags["scalars"]}, tags["tensors"]
 
 
-def numbers(folder):
-    """The figures of metrics.jsonl: {key: {iteration: value}}."""
-    found = {}
-    for event in events_of(folder):
-        for key, value in event.items():
-            if key != "iter" and not isinstance(value, str):
-                found.setdefault(key, {})[event["iter"]] = value
-    return found
-
-
 def test_tensorboard_has_every_figure_once(data, tmp_path):
     """The first process has gone on to iteration 12 when the second one begins at the checkpoint of 10."""
     pytest.importorskip("tensorboard", reason=MISSING)
@@ -40,7 +30,10 @@ def test_tensorboard_has_every_figure_once(data, tmp_path):
     os.replace(tmp_path / "ckpt_00000010.pt", tmp_path / "ckpt.pt")
     run("train.py", *arguments, "--max_iters=15", "--init_from=resume").succeeded()
     scalars, texts = shown(tmp_path / "tensorboard")
-    expected = numbers(tmp_path)
+    expected = {}
+    for event in events_of(tmp_path):
+        for key in [key for key, value in event.items() if key != "iter" and not isinstance(value, str)]:
+            expected.setdefault(key, {})[event["iter"]] = event[key]
     assert sorted(expected["iter/loss"]) == list(range(16))
     assert 10 in expected["checkpoint/bytes"], "its line stays when the run resumes"
     assert scalars.keys() == expected.keys()

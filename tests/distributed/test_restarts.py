@@ -39,7 +39,8 @@ def test_hosts_with_folders_of_their_own_cannot_resume_or_write_a_sharded_checkp
     """After a restart, rank 0 may be on a host that has no checkpoint: auto does not begin anew then."""
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "ckpt.pt").write_bytes(b"of the host that was rank 0")
-    own_folder = partial(faults.add_arguments_by_rank, {rank: [f"--out_dir={tmp_path}/{rank}"] for rank in range(2)})
+    own = {rank: [f"--out_dir={tmp_path}/{rank}", f"--wandb_run_name={rank}"] for rank in range(2)}  # hosts may differ in these
+    own_folder = partial(faults.add_arguments_by_rank, own)
     flags = [*SETTINGS, FEW, f"--dataset={data}"]
     refused = run("train.py", *flags, "--init_from=auto", ranks=2, before=own_folder)
     assert "rank 1 has a checkpoint in out_dir, but rank 0 has none; use an out_dir that all" in refused.refusal()
@@ -48,6 +49,7 @@ def test_hosts_with_folders_of_their_own_cannot_resume_or_write_a_sharded_checkp
     assert f"rank 1 does not see the checkpoint of rank 0: {tmp_path}/1/ckpt.pt" in refused.refusal()
     refused = run("train.py", *flags, "--checkpoint_format=sharded", ranks=2, before=own_folder)
     assert "rank 1 does not see the out_dir=" in refused.refusal(), "each rank writes its part"
+    assert os.listdir(tmp_path / "1") == ["ckpt.pt"]
 
 
 def ended(run, ranks):

@@ -58,15 +58,6 @@ def test_another_source_file_and_another_model():
     assert told[1].startswith(f"rank 2 has {weight.format(16)}, the others {weight.format(32)}; ")
 
 
-def test_each_host_may_write_elsewhere(data, tmp_path):
-    """And take the settings of its own that only rank 0 uses, such as a name that a config file makes from the time."""
-    folders = [f"--out_dir={tmp_path / 'second'}", "--wandb_run_name=second", "--log_to=tensorboard"]
-    where = [f"--dataset={data}", f"--out_dir={tmp_path / 'first'}", "--max_iters=1"]
-    run("train.py", *SETTINGS, *where, ranks=2, before=partial(faults.add_arguments_by_rank, {1: folders})).succeeded()
-    assert (tmp_path / "first" / "metrics.jsonl").exists()
-    assert not (tmp_path / "second").exists()
-
-
 def test_what_the_line_says():
     same, other, without_b = ({"mend it": values} for values in ({"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1}))
     assert difference([same] * 3) is None

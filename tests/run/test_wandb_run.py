@@ -39,16 +39,8 @@ def wandb_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def line(data, tmp_path):
-    """The line that starts a run with wandb."""
-    return [
-        "train.py",
-        *SETTINGS,
-        FEW,
-        "--max_iters=7",
-        f"--dataset={data}",
-        f"--out_dir={tmp_path / 'out'}",
-        "--wandb_log=True",
-    ]
+    where = f"--dataset={data}", f"--out_dir={tmp_path / 'out'}"
+    return ["train.py", *SETTINGS, FEW, "--max_iters=7", *where, "--wandb_log=True"]
 
 
 @pytest.fixture
@@ -61,19 +53,14 @@ def server(monkeypatch):
 
 
 @cache
-def inspected(folder):
-    """All records of an offline run that has ended."""
+def records(folder, kind):
+    """The records of an offline run that has ended."""
     inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     lines = subprocess.run(inspect, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def records(folder, kind):
-    return [record[kind] for record in inspected(folder) if record["type"] == kind]
+    return [record[kind] for record in map(json.loads, lines) if record["type"] == kind]
 
 
 def rows(folder):
-    """The rows of an offline run."""
     return without_what_wandb_adds(record["item"] for record in records(folder, "history"))
 
 

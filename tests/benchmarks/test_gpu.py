@@ -37,11 +37,8 @@ def call(monkeypatch, capsys, tmp_path):
             gpu.main(list(named))
         printed = capsys.readouterr()
         lines = [line.split(" s  ") for line in printed.out.splitlines() if " s  " in line]
-        return (
-            end.value.code,
-            {line[:20].strip(): result for line, result in lines},
-            (printed.out + printed.err).splitlines()[-1],
-        )
+        *_, last = (printed.out + printed.err).splitlines()
+        return end.value.code, {line[:20].strip(): result for line, result in lines}, last
 
     return call
 

@@ -111,16 +111,6 @@ class Hostile:
         return os.system, ("touch hostile-code-ran",)
 
 
-def test_tokens_outside_the_vocabulary_are_named(tmp_path):
-    data = Dataset(write(tmp_path / "d", range(100), val=range(90)), block_size=8)
-    data.check(100)
-    with pytest.raises(DataError, match=r"train\.bin holds token 99, but the model's vocabulary has 99"):
-        data.check(99)
-    data.check(50, part=0, parts=2)
-    with pytest.raises(DataError, match="holds token 99"):
-        data.check(50, part=1, parts=2)
-
-
 @pytest.mark.parametrize("script", ["", "VOCAB_SIZE = len(text)", "VOCAB_SIZE ="])
 def test_a_script_says_its_vocabulary_before_it_is_run(tmp_path, script):
     assert [expected_vocab_size(os.path.join(DATA_DIR, name)) for name in ("stdlib_char", "openwebtext")] == [96, None]

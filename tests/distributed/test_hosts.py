@@ -11,7 +11,7 @@ import faults
 import pytest
 import torch
 from hosts import make_hosts, why_not
-from scripts import ROOT, SETTINGS, Forked, events_of, run, torch_load, train
+from scripts import ROOT, SETTINGS, Forked, events_of, run, torch_load
 
 from model import GPT, GPTConfig
 
@@ -79,19 +79,6 @@ def on_hosts(data, tmp_path_factory):
     return on_hosts
 
 
-@pytest.fixture(scope="module")
-def on_one_host(data, tmp_path_factory):
-    """A function that trains with four ranks on one host, once for the same implementation: its out_dir."""
-
-    @cache
-    def run(implementation):
-        out = tmp_path_factory.mktemp("out")
-        train(out, data, *SIZES, *ARGUMENTS[implementation], ranks=4)
-        return out
-
-    return run
-
-
 def leaves_a_host(implementation, number, ranks_per_host):
     """The bytes of a step, as docs/running.md has them; of ZeroRedundancyOptimizer they depend on who owns what."""
     model = GPT(GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=WIDTH, bias=False))
@@ -113,11 +100,11 @@ def leaves_a_host(implementation, number, ranks_per_host):
     ],
     ids=lambda how: "-".join(map(str, how)),
 )
-def test_hosts_train_exactly_as_one_and_send_what_the_arithmetic_says(on_hosts, on_one_host, how):
-    out, sent = on_hosts(*how)
-    assert losses_of(out) == losses_of(on_one_host(how[0]))
+def test_hosts_train_exactly_as_one_and_send_what_the_arithmetic_says(on_hosts, how):
+    (out, sent), (expected, _) = on_hosts(*how), on_hosts(how[0], 1, 4)
+    assert losses_of(out) == losses_of(expected)
     assert len(losses_of(out)) == 2 * 12 + 2 * 3, "iterations and evaluations"
-    weights, expected = (torch_load(folder)["model"] for folder in (out, on_one_host(how[0])))
+    weights, expected = (torch_load(folder)["model"] for folder in (out, expected))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     if sent is not None and how[0] != "torch":
         assert sent == pytest.approx([leaves_a_host(*how)] * how[1], rel=0.02)

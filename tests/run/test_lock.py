@@ -23,19 +23,14 @@ def hold(folder, ready, end):
         end.wait()
 
 
-def start(folder):
-    ready, end = ranks.context.Event(), ranks.context.Event()
-    process = ranks.context.Process(target=hold, args=(folder, ready, end))
-    process.start()
-    assert ready.wait(60)
-    return process, end
-
-
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_the_second_is_told_who_is_there_until_its_end(tmp_path, monkeypatch, is_killed):
     folder = str(tmp_path / "new")
     assert is_held(folder) is None, "a copy has no lock"
-    process, end = start(folder)
+    ready, end = ranks.context.Event(), ranks.context.Event()
+    process = ranks.context.Process(target=hold, args=(folder, ready, end))
+    process.start()
+    assert ready.wait(60)
     said = (tmp_path / "new" / "run.lock").read_text()
     with pytest.raises(ValueError, match=rf"is in use by another run: process {process.pid} on \S+, since 20") as refused:
         take(folder)

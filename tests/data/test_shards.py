@@ -105,7 +105,7 @@ def test_an_order_depends_on_the_key_and_cuts_from_different_positions():
     assert len(set(np.concatenate(starts) % BLOCK)) > 1
 
 
-def test_slices_cross_files_and_all_stay_open(tmp_path):
+def test_slices_cross_files(tmp_path):
     tokens = np.arange(20_000)
     data = Dataset(write_shards(tmp_path / "d", tokens, 200, "mixed"), BLOCK)
     shards = data.tokens["train"]
@@ -113,9 +113,6 @@ def test_slices_cross_files_and_all_stay_open(tmp_path):
         assert np.array_equal(shards[start:stop], tokens[start:stop])
     with pytest.raises(DataError, match=r"train_000200\.bin holds token 19999, but the model's vocabulary has 19999"):
         data.check(19_999, part=1, parts=2)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-    assert sum(path.startswith(str(tmp_path)) for path in opened) == min(200, most)
 
 
 def test_half_of_the_files_that_may_be_open_are_of_shards(tmp_path):

@@ -21,8 +21,8 @@ SIZES = [f"--n_embd={WIDTH}", "--gradient_accumulation_steps=4", "--max_iters=11
 FIRST, LAST = 6, 9  # iterations between which bytes are counted: no evaluation, no checkpoint
 HEADERS = 14 + 20 + 32  # bytes of a packet: Ethernet, IPv4, TCP with its timestamp
 RENDEZVOUS = {  # options of torchrun: as in README.md, and as in docs/running.md
-    "static": "--node_rank={} --master_addr=10.77.0.1 --master_port=1234",
-    "c10d": "--rdzv-backend=c10d --rdzv-endpoint=host0:1234 --rdzv-id=job",
+    "static": "--nnodes=2 --nproc_per_node=2 --node_rank={} --master_addr=10.77.0.1 --master_port=1234",
+    "c10d": "--nnodes=2 --nproc_per_node=2 --rdzv-backend=c10d --rdzv-endpoint=host0:1234 --rdzv-id=job",
 }
 
 
@@ -57,15 +57,10 @@ def on_hosts(data, tmp_path_factory):
         arguments = [*SIZES, f"--dataset={data}", f"--out_dir={out}", *ARGUMENTS[implementation]]
         with make_hosts(number) as hosts:
             if rendezvous:
-                line = [
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    f"--nnodes={number}",
-                    f"--nproc_per_node={ranks_per_host}",
-                ]
+                launch = [RENDEZVOUS[rendezvous].format(host.number).split() for host in hosts]
                 script = os.path.join(ROOT, "train.py"), *SETTINGS, *arguments
-                for job in [host.start(*line, *RENDEZVOUS[rendezvous].format(host.number).split(), *script) for host in hosts]:
+                lines = [[sys.executable, "-m", "torch.distributed.run", *options, *script] for options in launch]
+                for job in [host.start(*line) for host, line in zip(hosts, lines, strict=True)]:
                     printed, _ = job.communicate(timeout=200)
                     assert job.returncode == 0, printed
                 return out, None

@@ -146,12 +146,6 @@ def test_training_stands_still_for_the_whole_of_a_save(events):
             assert save["checkpoint/blocked_s"] >= save["checkpoint/consolidate_s"] + save["checkpoint/write_s"] > 0
 
 
-def by_purpose(lines, which):
-    """Iteration and megabytes by purpose that are 'predicted' or 'measured'."""
-    (event,) = [event for event in lines if f"memory/{which}_state_mb" in event]
-    return event["iter"], {purpose: event.get(f"memory/{which}_{purpose}_mb", 0.0) for purpose in PURPOSES}
-
-
 def test_a_run_takes_what_it_says(events, data, tmp_path):
     flags = "--param_dtype=bfloat16_remainder", "--state_dtype=int8", "--shard_gradients=True"
     other = train(tmp_path, data, "--max_iters=3", *flags, ranks=2)[2]
@@ -161,8 +155,10 @@ def test_a_run_takes_what_it_says(events, data, tmp_path):
         assert sum(parts) > peak - 0.1 * len(parts), "what is not held is temporary"
         announced, compared = printed.index("predicted memory: "), printed.index("memory of tensors: ")
         assert announced < printed.index("iter 0: ") < printed.index("iter 1: ") < compared < printed.index("iter 2: ")
-        (predicted_at, predicted), (measured_at, measured) = (by_purpose(lines, which) for which in ("predicted", "measured"))
-        assert (predicted_at, measured_at) == (0, 2)
+        kinds = "predicted", "measured"
+        of = {kind: event for event in lines for kind in kinds if f"memory/{kind}_state_mb" in event}
+        assert [of[kind]["iter"] for kind in kinds] == [0, 2]
+        predicted, measured = ({key: of[kind].get(f"memory/{kind}_{key}_mb", 0.0) for key in PURPOSES} for kind in kinds)
         assert min(predicted[purpose] for purpose in ("parameters", "gradients", "state")) > 0
         assert predicted == pytest.approx(measured, rel=0.02)
 

@@ -10,11 +10,7 @@ import pytest
 import torch
 from scripts import FEW, SETTINGS, events_of, run
 
-from distributed.heartbeat import Position
-from distributed.signals import Action
 from distributed.watchdog import Watchdog
-from run.checkpoints import State
-from run.hooks import Run
 from zero.stopwatch import Stopwatch
 
 FLAGS = ["--dropout=0.0", "--max_iters=8", "--eval_interval=4", "--sample_interval=6", "--eval_iters=1", FEW]
@@ -103,18 +99,3 @@ def test_the_watchdog_names_the_collective_that_a_stream_waits_for(monkeypatch):
     assert watchdog._collective() == "the all-gather", "only the thread that posts asks the GPU"
     assert posted() == ""
     assert chosen == [1, 1, 1], "not GPU 0"
-
-
-def test_what_all_ranks_agree_on_as_an_iteration_begins(monkeypatch):
-    """A failed save belongs to the iteration before. What has been saved or loaded is not saved again for a signal."""
-    monkeypatch.setattr("run.hooks.position", position := Position())
-    position.begin_iteration(6)
-    begun, seen = object.__new__(Run), []
-    begun.state, begun.config, begun.log, begun._reached = State(iter_num=7), {"max_iters": 9}, None, False
-    begun.guard, begun.signals = mock.Mock(consecutive=0, failed=False), mock.Mock(agree=lambda _: Action.SAVE_AND_STOP)
-    begun.checkpoints = mock.Mock(read_only=False, newest=5, report=lambda _: seen.append(position.iteration))
-    begun.agree()
-    assert (seen, position.iteration) == ([6], 7)
-    assert (begun.must_save, begun.must_stop) == (True, True)
-    begun.checkpoints.newest = 7
-    assert (begun.must_save, begun.must_stop) == (False, True)

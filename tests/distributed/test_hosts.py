@@ -111,7 +111,7 @@ def test_wrong_input_on_one_host_ends_all_and_each_host_says_why(data):
         before = on(hosts, 1, faults.add_arguments_by_rank, {1: ["--n_layer=two"]})
         process = run("train.py", *SETTINGS, f"--dataset={data}", "--out_dir=out", ranks=2, before=before)
     assert process.returncodes == [2, 2], process.stderr
-    assert re.fullmatch("(error: .*n_layer.*\n){2}", process.stderr)
+    assert process.stderr.count("error: n_layer='two' in --n_layer=two is text") == 2, process.stderr
 
 
 @pytest.mark.slow("waits for timeouts of the store", seconds=11)

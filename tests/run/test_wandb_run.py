@@ -53,11 +53,15 @@ def server(monkeypatch):
 
 
 @cache
-def records(folder, kind):
-    """The records of an offline run that has ended."""
+def inspected(folder):
+    """All records of an offline run that has ended."""
     inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     lines = subprocess.run(inspect, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
-    return [record[kind] for record in map(json.loads, lines) if record["type"] == kind]
+    return [json.loads(line) for line in lines]
+
+
+def records(folder, kind):
+    return [record[kind] for record in inspected(folder) if record["type"] == kind]
 
 
 def rows(folder):

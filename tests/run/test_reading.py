@@ -68,6 +68,12 @@ def test_the_figures_are_sent_before_the_update_and_read_after_the_next_forward(
     assert next(step for step in done[place:] if step[0] in "<>") == ("> backward" if later else "> forward")
 
 
+def test_a_stopwatch_that_is_taken_keeps_its_times_and_begins_anew():
+    watch = Stopwatch()
+    watch.add("lap", 1.0, 3.0)
+    assert (watch.take().read_ms(), watch.read_ms()) == ({"lap": 2000.0}, {})
+
+
 def test_the_watchdog_names_the_collective_that_a_stream_waits_for(monkeypatch):
     """The host has gone on and waits elsewhere. Here, events of a GPU say what is done."""
 

@@ -4,34 +4,25 @@ import gzip
 import json
 import re
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+_PROJECT = {"id": "project", "name": "project", "entity": {"id": "entity", "name": "entity"}}
+_ANSWERS = {  # to operations of GraphQL that need nothing of a run
+    "Viewer": {"viewer": {"id": "user", "entity": "entity", "username": "user", "flags": "{}"}},  # a check of the login
+    "ServerFeaturesQuery": {"serverInfo": {"features": []}},
+}
 
-class WandbServer:
-    """A context manager: the server runs inside the block.
 
-    Attributes:
-        rows: the rows of a run, by ID.
-    """
+class WandbServer(ThreadingHTTPServer):
+    """Attributes: `rows` and `summaries`, the rows and the summary of a run by its ID."""
+
+    daemon_threads = True
 
     def __init__(self):
-        self.rows, self.summaries, self.is_closed = {}, {}, False
-        handler = type("Handler", (_Handler,), {"wandb": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def close(self):
-        self.is_closed = True  # for connections that stay open
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.rows, self.summaries = {}, {}
+        self.url = f"http://127.0.0.1:{self.server_port}"
 
     def stream(self, run_id, data):
         """Take a part of a run: its rows replace those from `offset` on."""
@@ -44,27 +35,21 @@ class WandbServer:
         return {"limits": {}}
 
     def answer(self, operation, values):
-        """Answer a GraphQL operation."""
-        if operation == "Viewer":  # a check of the login
-            return {"data": {"viewer": {"id": "user", "entity": "entity", "username": "user", "flags": "{}"}}}
+        """Answer an operation of GraphQL."""
         if operation == "UpsertBucket":
             run_id = values["name"] or values["id"]
             is_new = run_id not in self.rows
             self.rows.setdefault(run_id, [])
-            return {"data": {"upsertBucket": {"bucket": self._bucket(run_id), "inserted": is_new}}}
+            return {"upsertBucket": {"bucket": self._bucket(run_id), "inserted": is_new}}
         if operation == "RunResumeStatus":
-            return {"data": {"model": {**_PROJECT, "bucket": self._resumable(values["name"])}}}
+            return {"model": {**_PROJECT, "bucket": self._resumable(values["name"])}}
         if operation == "CreateRunFiles":
-            return {"data": {"createRunFiles": {"runID": values["run"], "uploadHeaders": [], "files": []}}}
-        if operation == "ServerFeaturesQuery":
-            return {"data": {"serverInfo": {"features": []}}}
-        return {"data": {}}
+            return {"createRunFiles": {"runID": values["run"], "uploadHeaders": [], "files": []}}
+        return _ANSWERS.get(operation, {})
 
     def _bucket(self, run_id):
-        return {
-            **{"id": run_id, "name": run_id, "displayName": run_id, "config": "{}", "project": _PROJECT},
-            "historyLineCount": len(self.rows[run_id]),
-        }
+        names = dict.fromkeys(("id", "name", "displayName"), run_id)
+        return {**names, "config": "{}", "project": _PROJECT, "historyLineCount": len(self.rows[run_id])}
 
     def _resumable(self, run_id):
         if run_id not in self.rows:
@@ -77,32 +62,22 @@ class WandbServer:
         }
 
 
-_PROJECT = {"id": "project", "name": "project", "entity": {"id": "entity", "name": "entity"}}
-
-
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wandb: WandbServer
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-        if self.wandb.is_closed:
-            self.close_connection = True
-            return
         if self.headers["Content-Encoding"] == "gzip":
             body = gzip.decompress(body)
+        answer = {}
         if self.path.endswith("/file_stream"):
-            self._reply(200, self.wandb.stream(self.path.split("/")[-2], json.loads(body)))
+            answer = self.server.stream(self.path.split("/")[-2], json.loads(body))
         elif self.path == "/graphql":
             request = json.loads(body)
             operation = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])[1]
-            self._reply(200, self.wandb.answer(operation, request.get("variables") or {}))
-        else:
-            self._reply(404, {})
-
-    def _reply(self, status, answer):
+            answer = {"data": self.server.answer(operation, request.get("variables") or {})}
         content = json.dumps(answer).encode()
-        self.send_response(status)
+        self.send_response(200 if answer else 404)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -110,3 +85,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+@contextmanager
+def serving():
+    """A server that answers inside the block."""
+    with WandbServer() as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()

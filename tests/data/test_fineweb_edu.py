@@ -3,6 +3,7 @@
 import json
 import os
 from itertools import chain
+from unittest import mock
 
 import hub
 import numpy as np
@@ -45,33 +46,15 @@ def names(count):
     return [f"fineweb_edu_{'train' if number else 'val'}_{number:06d}.bin" for number in range(count)]
 
 
-def test_the_shards_are_the_documents_one_after_another(prepare):
-    prepare()
-    parts = [STREAM[begin : begin + SHARD] for begin in range(0, len(STREAM), SHARD)]
-    assert shards(prepare.folder) == dict(zip(names(7), parts, strict=True))
-    data = Dataset(str(prepare.folder), 8)
-    assert len(data.tokens["train"]) == len(STREAM) - SHARD
-    data.check(ord("a") + 1)
-
-
 @pytest.mark.parametrize("stop", range(1, len(TEXTS)))
-def test_a_run_that_was_stopped_goes_on_to_the_same_files(prepare, monkeypatch, stop):
+def test_a_run_that_was_stopped_goes_on_to_the_same_files(prepare, stop):
     """After any document, twice. Whole shards are not written again."""
-    left = 0
-
-    def until(self, texts, num_threads, encode=hub.Letters.encode_ordinary_batch):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyboardInterrupt
-        return encode(self, texts, num_threads)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hub.Letters, "encode_ordinary_batch", until)
-        for batches in (stop, 1):
-            left = batches
-            with pytest.raises(KeyboardInterrupt):
-                prepare()
+    encode = hub.Letters().encode_ordinary_batch
+    for batches in (stop, 1):
+        ends = [*batches * [mock.DEFAULT], KeyboardInterrupt]  # the last one comes in place of a batch
+        stopped = mock.patch.object(hub.Letters, "encode_ordinary_batch", wraps=encode, side_effect=ends)
+        with stopped, pytest.raises(KeyboardInterrupt):
+            prepare()
     whole = {path: path.stat().st_mtime_ns for path in prepare.folder.glob("*.bin")}
     assert all(len(tokens) == SHARD for tokens in shards(prepare.folder).values())
     prepare()
@@ -90,29 +73,23 @@ def test_a_part_and_later_the_rest(prepare, capsys):
         prepare(f"--tokens={part}")
         assert list(chain(*shards(prepare.folder).values())) == STREAM[:120], "they are there already"
     prepare()
-    assert list(chain(*shards(prepare.folder).values())) == STREAM
-    assert f"train: {len(STREAM) - SHARD} tokens" in capsys.readouterr().out
+    parts = [STREAM[begin : begin + SHARD] for begin in range(0, len(STREAM), SHARD)]
+    assert shards(prepare.folder) == dict(zip(names(7), parts, strict=True)), "the documents one after another"
+    data = Dataset(str(prepare.folder), 8)
+    data.check(ord("a") + 1)
+    assert f"train: {len(data.tokens['train'])} tokens" in capsys.readouterr().out
     assert "--tokens=-1.0: give a number of tokens, such as --tokens=1e9" in refusal(capsys, prepare, "--tokens=-1")
 
 
 @pytest.mark.parametrize("limit", ["--tokens=45", "--tokens=1e9"])
 @pytest.mark.parametrize("moves", range(4))
-def test_a_stop_between_the_shards_leaves_those_of_before(prepare, monkeypatch, limit, moves):
+def test_a_stop_between_the_shards_leaves_those_of_before(prepare, limit, moves):
     """The first two shards of a part are put away, and then replaced: no token is in both splits."""
     prepare("--tokens=40")
-    before, rename, left = shards(prepare.folder), os.rename, moves
-
-    def and_stop(*paths):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyboardInterrupt
-        rename(*paths)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", and_stop)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(limit)
+    before = shards(prepare.folder)
+    ends = [*moves * [mock.DEFAULT], *9 * [KeyboardInterrupt]]  # in place of moves
+    with mock.patch("os.rename", wraps=os.rename, side_effect=ends), pytest.raises(KeyboardInterrupt):
+        prepare(limit)
     whole = limit == "--tokens=1e9" and moves == 3  # the first shard alone is replaced, the second one written later
     assert shards(prepare.folder) == (before if not whole else {names(1)[0]: STREAM[:SHARD]})
     prepare()

@@ -34,24 +34,20 @@ def test_each_machine_takes_the_interface_that_reaches_the_other(monkeypatch, ro
     assert interface(own, [own, others]) == expected
 
 
-def connected(monkeypatch, local_world_size, **variables):
-    """GLOO_SOCKET_IFNAME when the process group starts, on one of two ranks whose store and group are left out."""
+@pytest.mark.parametrize(
+    ("local_world_size", "choice", "expected"),
+    [(2, {}, "lo" if sys.platform == "linux" else None), (1, {}, "eth0"), (1, {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0")],
+    ids=["one machine", "several", "the user's choice"],
+)
+def test_gloo_gets_an_interface(monkeypatch, local_world_size, choice, expected):
+    """On one of two ranks whose store and process group are left out."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is unset again after the test
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    for name, value in {"MASTER_ADDR": "192.0.2.1", **variables}.items():
+    for name, value in {"MASTER_ADDR": "192.0.2.1", **choice}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(rendezvous, "meet", lambda store, *_: (store, ["10.0.0.1", "10.0.0.2"]))
     monkeypatch.setattr(rendezvous, "interface", lambda *_: "eth0")
     rendezvous.connect(Launch(True, 0, 0, 2, local_world_size))
-    return os.environ.get("GLOO_SOCKET_IFNAME")
-
-
-def test_one_machine_takes_loopback(monkeypatch):
-    assert connected(monkeypatch, 2) == ("lo" if sys.platform == "linux" else None)
-
-
-def test_several_machines_take_what_reaches_the_others_or_the_choice_of_the_user(monkeypatch):
-    assert connected(monkeypatch, 1) == "eth0"
-    assert connected(monkeypatch, 1, GLOO_SOCKET_IFNAME="ib0") == "ib0"
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected

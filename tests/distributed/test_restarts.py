@@ -35,17 +35,21 @@ def test_auto_starts_from_scratch_and_then_resumes(data, tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_auto_does_not_begin_anew_where_only_another_host_has_a_checkpoint(data, tmp_path):
-    """Hosts with folders of their own: after a restart, rank 0 may be on a host that has none."""
+def test_hosts_with_folders_of_their_own_cannot_resume_or_write_a_sharded_checkpoint(data, tmp_path):
+    """After a restart, rank 0 may be on a host that has no checkpoint: auto does not begin anew then."""
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "ckpt.pt").write_bytes(b"of the host that was rank 0")
-    own_folder = partial(faults.add_arguments_by_rank, {rank: [f"--out_dir={tmp_path}/{rank}"] for rank in range(2)})
+    own = {rank: [f"--out_dir={tmp_path}/{rank}", f"--wandb_run_name={rank}"] for rank in range(2)}  # hosts may differ in these
+    own_folder = partial(faults.add_arguments_by_rank, own)
     flags = [*SETTINGS, FEW, f"--dataset={data}"]
     refused = run("train.py", *flags, "--init_from=auto", ranks=2, before=own_folder)
     assert "rank 1 has a checkpoint in out_dir, but rank 0 has none; use an out_dir that all" in refused.refusal()
     train(tmp_path / "0", data, FEW, "--max_iters=1", ranks=1)
     refused = run("train.py", *flags, "--init_from=resume", ranks=2, before=own_folder)
     assert f"rank 1 does not see the checkpoint of rank 0: {tmp_path}/1/ckpt.pt" in refused.refusal()
+    refused = run("train.py", *flags, "--checkpoint_format=sharded", ranks=2, before=own_folder)
+    assert "rank 1 does not see the out_dir=" in refused.refusal(), "each rank writes its part"
+    assert os.listdir(tmp_path / "1") == ["ckpt.pt"]
 
 
 def ended(run, ranks):
@@ -79,7 +83,7 @@ saves_take = partial(faults.takes_longer, "zero.checkpoint.store:commit")  # sec
 
 def test_a_slow_disk_ends_nothing(data, tmp_path):
     flags = FEW, "--max_iters=1", "--dist_timeout_s=2"
-    train(tmp_path, data, *flags, ranks=2, run=partial(run, before=partial(saves_take, 4)))
+    train(tmp_path, data, *flags, ranks=2, run=partial(run, before=partial(saves_take, 3)))
     assert torch_load(tmp_path)["iter_num"] == 2
 
 

@@ -1,10 +1,8 @@
 """slurm/train.sbatch, with stand-ins for the commands of Slurm."""
 
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -50,31 +48,24 @@ def log(folder):
     return path.read_text().splitlines() if path.exists() else []
 
 
-def signal_a_run(folder, number):
-    """The exit code of the script, and the log, after a signal to it in the middle of a run."""
-    script = submit(folder, STEP, SLURM_GPUS_ON_NODE="8")
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_run_saves_before_the_time_limit_and_when_it_is_cancelled_and_is_requeued_unless_cancelled(tmp_path, number):
+    script = submit(tmp_path, STEP, SLURM_GPUS_ON_NODE="8")
     end = time.monotonic() + 30
-    while not log(folder):
+    while not log(tmp_path):
         assert time.monotonic() < end
         time.sleep(0.01)
     script.send_signal(number)
     if number == signal.SIGTERM:  # scancel: Slurm sends the signal to the step as well
-        (folder / "stop").touch()
+        (tmp_path / "stop").touch()
     code = script.wait(timeout=30)
-    calls = log(folder)  # at the end of the script; the step could still run
+    begun, *calls = log(tmp_path)  # at the end of the script; the step could still run
     assert script.communicate(timeout=30) == ("", None)
-    return code, calls
-
-
-def test_before_the_time_limit_the_run_saves_and_then_the_job_is_requeued(tmp_path):
-    _, calls = signal_a_run(tmp_path, signal.SIGUSR1)
-    assert calls == [TORCHRUN.format(ranks=8), "scancel --signal=TERM 1234567", "saved", "scontrol requeue 1234567"]
-
-
-def test_a_cancelled_job_saves_and_is_not_requeued(tmp_path):
-    code, calls = signal_a_run(tmp_path, signal.SIGTERM)
-    assert code != 0
-    assert calls == [TORCHRUN.format(ranks=8), "saved"]
+    assert begun == TORCHRUN.format(ranks=8)
+    if number == signal.SIGTERM:
+        assert (calls, code != 0) == (["saved"], True)
+    else:
+        assert calls == ["scancel --signal=TERM 1234567", "saved", "scontrol requeue 1234567"]
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 143])
@@ -83,11 +74,3 @@ def test_a_run_that_ends_by_itself_is_not_requeued(tmp_path, code):
     assert script.communicate(timeout=30) == ("", None)
     assert script.returncode == code
     assert log(tmp_path) == [TORCHRUN.format(ranks=16)], "without GPUs, one rank per CPU"
-
-
-def test_shellcheck_finds_nothing():
-    shellcheck = shutil.which("shellcheck", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]))
-    if shellcheck is None:
-        pytest.skip("shellcheck is not installed; pip install -e '.[dev]'")
-    found = subprocess.run([shellcheck, SCRIPT], capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout

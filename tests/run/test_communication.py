@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_in_turn, run_ranks
+from ranks import run_in_turn
 from toy import MODES, batch, build_toy, train
 
 from forecast.prediction import ShardedPrediction
@@ -78,7 +78,7 @@ def three_steps_of_muon():
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_muon_sends_matrices(world_size):
     """On the wire is what the plan says."""
-    for sent, predicted, waited in run_ranks(three_steps_of_muon, world_size):
+    for sent, predicted, waited in run_in_turn(world_size, three_steps_of_muon)[0]:
         assert sent == predicted
         assert sent["all-to-all"] > 0
         assert waited["all-to-all"] > 0

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,15 @@ def checkpoints(folder, read_only=False):
     return Checkpoints(settings | {"always_save_checkpoint": True, "eval_only": read_only})
 
 
+def start_anew(folder, read_only=False):
+    starts = checkpoints(folder, read_only)
+    starts.claim()
+    with starts.without_earlier_run():
+        pass
+    if not read_only:
+        starts._lock.close()
+
+
 @pytest.fixture
 def out(tmp_path):
     """The files of a run that saved once, in parts, and of a user."""
@@ -42,7 +52,7 @@ def out(tmp_path):
 def test_everything_that_a_run_writes_moves_and_can_be_used_there(data, tmp_path):
     out = tmp_path / "out"
     everything = [FEW, "--checkpoint_format=sharded", "--keep_checkpoints=9", "--profile=True", "--log_to=tensorboard"]
-    train(out, data, *everything, "--max_iters=11", ranks=2)
+    train(out, data, *everything, "--max_iters=11")
     (out / "notes.txt").write_text("of the user")
     shutil.copy(out / "ckpt.pt", out / "best.pt")  # of the user, but worth nothing without the shards
     old = {*names(out)} - {"run.lock", "notes.txt"}
@@ -60,24 +70,14 @@ def test_everything_that_a_run_writes_moves_and_can_be_used_there(data, tmp_path
     assert [ran.curves["iter/loss"][-1][0] for ran in dashboard.read([str(out), before])] == [1, 13]
 
 
-def test_a_kill_between_two_moves_leaves_a_run_that_resumes(out, monkeypatch):
+def test_a_kill_between_two_moves_leaves_a_run_that_resumes(out):
     """And one that starts afresh there moves all of it."""
-    files, rename, left = names(out), os.rename, 0
-
-    def rename_or_die(*paths):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyboardInterrupt
-        rename(*paths)
-
-    monkeypatch.setattr(os, "rename", rename_or_die)
+    files = names(out)
     moves = len(files) - 2 + 1  # without the user's; the last one names the folder
     for moved in range(moves):
-        left = moved
-        with pytest.raises(KeyboardInterrupt):
+        ends = [*moved * [mock.DEFAULT], KeyboardInterrupt]  # the last one comes in place of a move
+        with mock.patch("os.rename", wraps=os.rename, side_effect=ends), pytest.raises(KeyboardInterrupt):
             move_aside(out)
-        left = 99
         assert len(names(out)) == len(files) + 1 - moved
         resumed = checkpoints(out)
         assert (resumed.load("auto") is None) == (moved == moves - 1)
@@ -85,10 +85,7 @@ def test_a_kill_between_two_moves_leaves_a_run_that_resumes(out, monkeypatch):
         resumed._lock.close()
         assert names(out) == sorted([*files, "run.lock"])
         (out / "run.lock").unlink()
-    starts = checkpoints(out)
-    starts.claim()
-    with starts.without_earlier_run():
-        pass
+    start_anew(out)
     *_, before = sorted(names(out), key=lambda name: name.startswith("before-"))
     assert names(out) == sorted([before, "notes.txt", "prompt.pt", "run.lock"])
     assert names(out / before) == sorted({*files} - {"notes.txt", "prompt.pt"})
@@ -99,14 +96,9 @@ def test_what_has_no_checkpoint_moves_too_unless_the_run_writes_nothing(out, cap
     (out / "ckpt.pt").rename(out / "ckpt_00000004.pt")
     files = names(out)
     for read_only in (True, False, False):  # the last one finds nothing
-        starts = checkpoints(out, read_only)
-        starts.claim()
-        with starts.without_earlier_run():
-            pass
+        start_anew(out, read_only)
         if read_only:
             assert (names(out), capsys.readouterr().out) == (files, "")
-        else:
-            starts._lock.close()
     [before] = out.glob("before-*")
     assert names(before) == sorted({*files} - {"notes.txt", "prompt.pt"})
     assert capsys.readouterr().out.endswith(f"are now in {before}\n")
@@ -132,16 +124,3 @@ def test_a_resume_without_a_checkpoint_names_the_run_that_moved_aside(out):
     move_aside(out)
     with pytest.raises(ValueError, match=rf"to resume, use --out_dir={out}/before-\d+-\d+Z; to start a new run"):
         checkpoints(out).load("resume")
-
-
-def test_what_is_refused_later_leaves_the_files_where_they_were(out):
-    def start():
-        with earlier.moved_aside(str(out)):
-            (out / "metrics.jsonl").write_text("")
-            raise ValueError("no login")
-
-    files = names(out)
-    with pytest.raises(ValueError, match="no login"):
-        start()
-    assert names(out) == files
-    assert (out / "metrics.jsonl").read_text() == "of before"

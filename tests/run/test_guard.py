@@ -128,9 +128,10 @@ def test_float16_leaves_gradients_to_the_scaler(capsys):
     """The scaler skips and counts for itself. A loss that is not finite counts here, and its step is skipped."""
     model, optimizer = build_toy("adamw")
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
-    guard = Guard(optimizer, scaler, 1, quiet)
-
-    def step(iteration, factor=1.0, loss_factor=1.0):
+    guard, moved, scales = Guard(optimizer, scaler, 1, quiet), [], []
+    for iteration, (factor, loss_factor) in enumerate([(1.0, 1.0), (math.inf, 1.0), (1.0, 1.0), (1.0, math.nan)]):
+        assert not guard.failed
+        before = weights(model)
         loss = model(*batch(iteration, 0))
         scaler.scale(loss * factor).backward()
         scaler.unscale_(optimizer)
@@ -139,18 +140,9 @@ def test_float16_leaves_gradients_to_the_scaler(capsys):
         scaler.update()
         guard.report(iteration)
         optimizer.zero_grad(set_to_none=True)
-
-    step(0)
-    before = weights(model)
-    step(1, factor=math.inf)
-    assert (guard.failed, scaler.get_scale()) == (False, 2.0**9)
-    assert_equal(weights(model), before)
-    step(2)
-    before, moved = weights(model), before
-    assert not torch.equal(before["hidden.weight"], moved["hidden.weight"])
-    step(3, loss_factor=math.nan)
-    assert guard.failed
-    assert_equal(weights(model), before)
+        scales.append(scaler.get_scale())
+        moved.append(any(not torch.equal(tensor, before[name]) for name, tensor in weights(model).items()))
+    assert (moved, scales[:3], guard.failed) == ([True, False, True, False], [2.0**10, 2.0**9, 2.0**9], True)
     message = "not finite since iteration 3: the loss of rank 0 is nan; the weights are those before iteration 3"
     assert message in capsys.readouterr().err
 
@@ -210,6 +202,9 @@ def test_a_run_that_diverges_keeps_its_checkpoint(data, tmp_path, learning_rate,
     [message] = [line for line in process.stderr.splitlines() if line.startswith("the run ends at iteration ")]
     assert re.search(r"not finite since iteration \d+: .*(loss of rank \d|gradient norm) is ", message)
     assert "lower --learning_rate" in message
+    card = (tmp_path / "report.md").read_text()
+    assert re.match(r"# Report: failed before iteration \d+, see the last warning\n", card)
+    assert re.search(r"\| warnings \| .*the last one: Loss or gradients not finite: at iteration \d+: ", card)
     assert "--init_from=resume goes on from there" in process.stderr
     checkpoint = ckpt.load(ckpt.find(str(tmp_path))[0])
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())

@@ -80,12 +80,12 @@ def test_a_figure_that_is_always_zero_is_not_logged(events, data, tmp_path):
         zeros = {key for key, found in values.items() if not any(found) and f"{key.removesuffix('_rank')}_min" not in values}
         assert zeros <= ends_at_zero, name
     arguments = f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=2", "--eval_interval=100", FEW
-    run("train.py", *SETTINGS, *arguments, before=partial(faults.takes_longer, "run.sinks:MetricsFile.log", 0.2)).succeeded()
+    run("train.py", *SETTINGS, *arguments, before=partial(faults.takes_longer, "run.sinks:MetricsFile.log", 0.1)).succeeded()
     keys = set().union(*events_of(tmp_path))
     assert not {key for key in keys if re.match(r"comm/|time/(slowest|rank)|iter/loss_max|memory/.*_(min|rank)$", key)}
     assert "memory/peak_mb" in keys
     _, *later = iterations(events_of(tmp_path))
-    assert [event["time/step_ms"] > 200 for event in later] == [True, True], "with the time of logging"
+    assert [event["time/step_ms"] > 100 for event in later] == [True, True], "with the time of logging"
 
 
 def test_every_implementation_logs_the_same_keys_at_the_same_events(events):
@@ -97,14 +97,6 @@ def test_every_implementation_logs_the_same_keys_at_the_same_events(events):
     for event in iterations(events["sharded"][0]):
         expected = OF_RANKS - ({"memory/saved_mb"} if event["iter"] == 0 else set())  # no state before the first update
         assert OF_RANKS & set(event) == (expected if event["iter"] % 2 == 0 else set())
-
-
-def test_the_losses_are_equal(events):
-    """At two ranks the sum of the gradients is exact; clipping adds the squares in another order."""
-    for key in ("iter/loss", "iter/grad_norm"):
-        values, *others = ([event[key] for event in iterations(lines)] for lines, *_ in events.values())
-        assert others == [pytest.approx(values, rel=1e-5)] * 2, key
-        assert len(set(values)) == STEPS + 1
 
 
 @pytest.mark.parametrize("name", HOW)
@@ -154,12 +146,6 @@ def test_training_stands_still_for_the_whole_of_a_save(events):
             assert save["checkpoint/blocked_s"] >= save["checkpoint/consolidate_s"] + save["checkpoint/write_s"] > 0
 
 
-def by_purpose(lines, which):
-    """Iteration and megabytes by purpose that are 'predicted' or 'measured'."""
-    (event,) = [event for event in lines if f"memory/{which}_state_mb" in event]
-    return event["iter"], {purpose: event.get(f"memory/{which}_{purpose}_mb", 0.0) for purpose in PURPOSES}
-
-
 def test_a_run_takes_what_it_says(events, data, tmp_path):
     flags = "--param_dtype=bfloat16_remainder", "--state_dtype=int8", "--shard_gradients=True"
     other = train(tmp_path, data, "--max_iters=3", *flags, ranks=2)[2]
@@ -169,8 +155,10 @@ def test_a_run_takes_what_it_says(events, data, tmp_path):
         assert sum(parts) > peak - 0.1 * len(parts), "what is not held is temporary"
         announced, compared = printed.index("predicted memory: "), printed.index("memory of tensors: ")
         assert announced < printed.index("iter 0: ") < printed.index("iter 1: ") < compared < printed.index("iter 2: ")
-        (predicted_at, predicted), (measured_at, measured) = (by_purpose(lines, which) for which in ("predicted", "measured"))
-        assert (predicted_at, measured_at) == (0, 2)
+        kinds = "predicted", "measured"
+        of = {kind: event for event in lines for kind in kinds if f"memory/{kind}_state_mb" in event}
+        assert [of[kind]["iter"] for kind in kinds] == [0, 2]
+        predicted, measured = ({key: of[kind].get(f"memory/{kind}_{key}_mb", 0.0) for key in PURPOSES} for kind in kinds)
         assert min(predicted[purpose] for purpose in ("parameters", "gradients", "state")) > 0
         assert predicted == pytest.approx(measured, rel=0.02)
 
@@ -199,12 +187,12 @@ def test_run_json_has_the_settings_and_what_the_run_runs_on(events):
 
 def test_the_rank_that_computes_longest_is_named(data, tmp_path):
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=1", "--eval_iters=1"]
-    slow = partial(faults.measure_every, 1, faults.rank_1_computes_slowly, 0.2)
+    slow = partial(faults.measure_every, 1, faults.rank_1_computes_slowly, 0.1)
     run("train.py", *SETTINGS, *arguments, ranks=2, before=slow).succeeded()
     lines = iterations(events_of(tmp_path))
     assert [event["time/slowest_rank"] for event in lines] == [1] * 2
-    assert all(event["time/rank_spread_ms"] > 0.5 * 3 * 200 for event in lines), "three micro-steps of 0.2 s more"
-    assert all(event["comm/exposed_ms"] > 0.5 * 3 * 200 for event in lines), "rank 0 waits for it"
+    assert all(event["time/rank_spread_ms"] > 0.5 * 3 * 100 for event in lines), "three micro-steps of 0.1 s more"
+    assert all(event["comm/exposed_ms"] > 0.5 * 3 * 100 for event in lines), "rank 0 waits for it"
 
 
 def test_figures_of_a_gpu(monkeypatch):

@@ -240,17 +240,3 @@ def test_a_run_that_ends_with_an_error_says_so_in_its_card(data, tmp_path):
     assert process.returncode == 1
     assert "an error in the program" in process.stderr
     assert card(tmp_path)[1] == "ended by an error, see the traceback"
-
-
-def test_a_run_that_fails_has_a_card_with_its_last_warning(data, tmp_path):
-    diverging = ["--learning_rate=1e30", "--grad_clip=0.0", "--warmup_iters=0"]
-    process = run("train.py", *SETTINGS, FEW, f"--dataset={data}", f"--out_dir={tmp_path}", *diverging)
-    assert process.returncode == 1
-    rows, title = card(tmp_path)
-    assert re.fullmatch(r"failed before iteration \d+, see the last warning", title)
-    assert rows["warnings"].startswith("1; the last one: Loss or gradients not finite: at iteration ")
-    assert rows["checkpoints"] == "none written"
-    assert "sample.py" not in (tmp_path / report.NAME).read_text()
-    (message,) = [line for line in process.stderr.splitlines() if line.startswith("the run ends at iteration")]
-    first = re.search(r"not finite since iteration (\d+)", message)[1]
-    assert f"; the weights are those before iteration {first}; try a lower --learning_rate" in message

@@ -4,12 +4,10 @@ import shutil
 from functools import partial
 
 import faults
-import pytest
 import torch
 from conftest import write_meta
 from scripts import FEW, SETTINGS, events_of, run, torch_load, train
 
-from data import vocabulary
 from run.sampling import TOKENS
 
 
@@ -58,11 +56,3 @@ def test_a_vocabulary_that_is_not_available_ends_the_run_at_its_start(data, tmp_
     assert line.startswith("error: sample_interval=5 cannot write samples: GPT-2's vocabulary is not available")
     assert "--sample_interval=0" in line
     assert [path.read_bytes() for path in files] == before, "the earlier run stays as it was"
-
-
-def test_a_vocabulary_larger_than_the_models_is_refused():
-    meta = {"vocab_size": 3, "stoi": {"a": 0, "b": 1, "c": 2}, "itos": {0: "a", 1: "b", 2: "c"}}
-    assert vocabulary.load_codec(meta, 3).decode([2, 0]) == "ca"
-    assert vocabulary.load_codec(meta, 3).prompt("\n") == [0]
-    with pytest.raises(vocabulary.DataError, match="the model knows 2 tokens, the vocabulary at hand has 3"):
-        vocabulary.load_codec(meta, 2)

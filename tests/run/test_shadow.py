@@ -10,7 +10,6 @@ import pytest
 import torch
 from ranks import run_ranks
 from scripts import FEW, run, torch_load, train
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from toy import assert_equal
 
 from model import GPT, GPTConfig
@@ -109,21 +108,6 @@ def test_after_the_last_iteration_the_memory_of_the_copy_is_free():
     number = len(list(GPT(SIZES).parameters()))
     for alive in run_ranks(alive_with_a_shadow, 2):
         assert alive == [[False, number], [True, 0]]
-
-
-@pytest.mark.parametrize("is_exact", [False, True])
-def test_the_reason_for_a_difference_may_be_attention_on_a_gpu(capsys, is_exact):
-    model = GPT(SIZES)
-    groups = model.param_groups(0.1)
-    shadow = Shadow(1, model, groups, None, None, torch.device("cpu"))
-    shadow.follow(torch.optim.AdamW(groups), ShardedGradScaler("cpu", enabled=False), 1, contextlib.nullcontext(), 1, 0.0)
-    with torch.no_grad():
-        model.lm_head.weight += 1
-    shadow._compare()
-    shadow._made, shadow._device = 1, torch.device("cuda")
-    with sdpa_kernel(SDPBackend.MATH) if is_exact else contextlib.nullcontext():
-        shadow.finish()
-    assert ("because attention on a GPU" in verdict(capsys.readouterr().out)) != is_exact
 
 
 def test_the_copy_of_a_compiled_model_is_compiled():

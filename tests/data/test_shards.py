@@ -3,6 +3,7 @@
 import os
 import pickle
 import resource
+import shutil
 import zlib
 from functools import partial
 from itertools import pairwise
@@ -10,7 +11,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from scripts import run
+from scripts import FEW, run, torch_load, train
+from toy import assert_equal
 
 from data import common
 from data.dataset import Dataset
@@ -238,3 +240,17 @@ def test_the_fingerprint_names_files_and_reads_a_part(tmp_path, monkeypatch):
     assert first == fingerprint("again") == fingerprint("between", 100)
     assert fingerprint("two", files=2) != fingerprint("the end of one of two", 1500, files=2), "two pieces of each"
     assert [name for name, value in fingerprint("other", 301).items() if value != first[name]] == ["text_train_000002.bin"]
+
+
+def test_two_ranks_that_are_stopped_and_resumed_train_as_if_nothing_had_happened(data, tmp_path):
+    """Through two and a half epochs, stopped in the middle of one."""
+    tokens, val = (np.fromfile(os.path.join(data, f"{split}.bin"), np.uint16) for split in ("train", "val"))
+    folder = write_shards(tmp_path / "d", tokens[: 100 * 16], 7, "mixed", val)
+    shutil.copy(os.path.join(data, "meta.pkl"), folder)
+    few = FEW, "--batch_size=6"
+    expected = train(tmp_path / "whole", folder, *few, ranks=2)
+    train(tmp_path / "out", folder, *few, "--max_iters=10", ranks=2)
+    resumed = train(tmp_path / "out", folder, *few, "--init_from=resume", ranks=2)
+    assert sorted(resumed[0]) == list(range(20))
+    assert resumed[:2] == expected[:2]
+    assert_equal(torch_load(tmp_path / "out")["model"], torch_load(tmp_path / "whole")["model"])

@@ -8,10 +8,20 @@ from unittest import mock
 import faults
 import pytest
 import torch
+import torch.distributed as dist
 from scripts import FEW, SETTINGS, events_of, run
 
+from distributed import ranks
+from distributed.heartbeat import Position
+from distributed.launch import Launch
+from distributed.signals import Action
 from distributed.watchdog import Watchdog
-from zero.stopwatch import Stopwatch
+from run import guard
+from run.checkpoints import State
+from run.hooks import Run
+from run.meter import Iteration, Lap
+from zero import ShardedGradScaler, stopwatch
+from zero.stopwatch import Stopwatch, awaited_collective
 
 FLAGS = ["--dropout=0.0", "--max_iters=8", "--eval_interval=4", "--sample_interval=6", "--eval_iters=1", FEW]
 TIMES = r"time/|throughput/|mfu|comm/exposed|checkpoint/.*_s$|memory/peak"
@@ -77,12 +87,7 @@ def test_a_stopwatch_that_is_taken_keeps_its_times_and_begins_anew():
 def test_the_watchdog_names_the_collective_that_a_stream_waits_for(monkeypatch):
     """The host has gone on and waits elsewhere. Here, events of a GPU say what is done."""
 
-    class Event:
-        def __init__(self, is_done):
-            self.query, self.elapsed_time = lambda: is_done, lambda _: 0.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    done, not_done = Event(True), Event(False)
+    done, not_done = events(monkeypatch)
     waits, phases = Stopwatch(of_collectives=True), Stopwatch()
     phases.add("forward", done, not_done)
     waits.add("reduce-scatter", done, done)
@@ -105,3 +110,58 @@ def test_the_watchdog_names_the_collective_that_a_stream_waits_for(monkeypatch):
     assert watchdog._collective() == "the all-gather", "only the thread that posts asks the GPU"
     assert posted() == ""
     assert chosen == [1, 1, 1], "not GPU 0"
+
+
+def events(monkeypatch):
+    """Events of a GPU, of which one is done and one is not."""
+
+    class Event:
+        def __init__(self, is_done):
+            self.query, self.elapsed_time = lambda: is_done, lambda _: 0.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return Event(True), Event(False)
+
+
+def test_the_collective_of_a_logged_iteration_has_a_name_on_every_rank(monkeypatch):
+    """Here, on one that writes no log."""
+    done, not_done = events(monkeypatch)
+    waits = Stopwatch(of_collectives=True)
+    waits.add("reduce-scatter", done, not_done)
+    seen, watched = [], object.__new__(Run)
+    watched.guard, watched.launch = mock.Mock(), Launch(rank=1)
+    figures, lap = mock.Mock(read=lambda: seen.append(awaited_collective())), Lap(1, Stopwatch(), waits.take(), {})
+    watched._unread = Iteration(7, figures, 0.1, 0, lap)
+    del lap
+    watched.read_figures()
+    assert seen == ["reduce-scatter"]
+    assert awaited_collective() == ""
+    watched.guard.report.assert_called_once_with(7, figures)
+
+
+def test_what_all_ranks_agree_on_as_an_iteration_begins(monkeypatch):
+    """A failed save belongs to the iteration before. What has been saved or loaded is not saved again for a signal."""
+    monkeypatch.setattr("run.hooks.position", position := Position())
+    position.begin_iteration(6)
+    begun, seen = object.__new__(Run), []
+    begun.state, begun.config, begun.log, begun._reached = State(iter_num=7), {"max_iters": 9}, None, False
+    begun.guard, begun.signals = mock.Mock(consecutive=0, failed=False), mock.Mock(agree=lambda _: Action.SAVE_AND_STOP)
+    begun.checkpoints = mock.Mock(read_only=False, newest=5, report=lambda _: seen.append(position.iteration))
+    begun.agree()
+    assert (seen, position.iteration) == ([6], 7)
+    assert (begun.must_save, begun.must_stop) == (True, True)
+    begun.checkpoints.newest = 7
+    assert (begun.must_save, begun.must_stop) == (False, True)
+
+
+def test_an_all_reduce_of_the_guard_has_a_name(monkeypatch):
+    optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)], fused=True)
+    watched = guard.Guard(optimizer, ShardedGradScaler("cpu", enabled=False), limit=1, alert=print)
+    seen, marks = [], list(events(monkeypatch))
+    monkeypatch.setattr(stopwatch, "mark", lambda _: marks.pop(0))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", seen.append)
+    monkeypatch.setattr(ranks, "_WAITS", Stopwatch(of_collectives=True))
+    watched.check(torch.ones(()), torch.ones(()))
+    assert len(seen) == 1
+    assert awaited_collective() == "all-reduce"

@@ -22,7 +22,9 @@ from toy import make_toy
 from benchmarks import gpu
 from benchmarks.alone import shard_alone
 from benchmarks.memory_profile import simulated_world
-from model import GPTConfig
+from forecast.activations import micro_step, predict
+from forecast.prediction import Workload
+from model import GPT, GPTConfig, SkipInitialization
 from run import hooks
 from zero import ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
@@ -177,6 +179,23 @@ def small_launches():
     return [{mode: list(counts.values()) for mode, counts in found.items()}, in_float16["waits"]]
 
 
+def micro_step_of_gpt2(chunk):
+    """What lives in a micro-step of 124M with 12 sequences of 1024 tokens, and what is predicted."""
+    work = Workload(GPTConfig(bias=False), 12, "bfloat16", "cuda", loss_chunk=chunk)
+    with PretendedGPU():
+        with DEVICE, SkipInitialization():
+            model = GPT(work.config)
+        model.loss_chunk = chunk
+        tokens = torch.zeros((12, 1024), dtype=torch.int64, device=DEVICE)
+        autocast = torch.autocast("cuda", torch.bfloat16)
+        live = micro_step(model, lambda: model(tokens, tokens)[1], autocast, on_cpu=False)
+    return live, predict(work, "float32")
+
+
+def micro_steps_of_gpt2():
+    return [micro_step_of_gpt2(chunk) for chunk in (0, 1024)]
+
+
 def run_part(name):
     """Run a part of bench-gpu with a small model and few iterations, as rank 0 of 1 that shards its optimizer all the same."""
     part = next(part for part in gpu.parts(1, "pretended") if part.name == name)
@@ -280,6 +299,14 @@ def test_launches_and_waits_of_an_iteration(printed):
     *_, (counted, waits_in_float16) = printed
     assert {mode: tuple(counts) for mode, counts in counted.items()} == COUNTED
     assert waits_in_float16 == 1
+
+
+@pytest.mark.slow("pretends a GPU; the loss of bfloat16 logits is in float32 on any device", seconds=30)
+def test_the_memory_of_a_micro_step_is_predicted():
+    """And so the loss is computed in float32: CUDA's autocast leaves cross_entropy in bfloat16, which takes half."""
+    (found,) = preloaded(micro_steps_of_gpt2)
+    for live, predicted in found:
+        assert live == pytest.approx(predicted, rel=1e-3)
 
 
 @pytest.mark.slow("counts all modes of 124M and XL", seconds=400)

@@ -8,36 +8,28 @@ import shutil
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import cache
 from unittest import mock
 
 import pytest
+import torch
 from conftest import ROOT
 from scripts import SIZES, check_mistakes, defaults_of
 
 import plan as plan_script
+from benchmarks.contenders import Setup
 from charts.style import number
 from configurator import TRAIN, configure, settings_of
-from forecast.activations import predict
-from forecast.modes import LOSS_CHUNK, MODES
-from forecast.prediction import Workload
-from forecast.run_memory import CPU_RESIDENT, forecast, gpt_specs
+from forecast.modes import MODES
+from forecast.run_memory import CPU_RESIDENT, gpt_specs
 from model import GPTConfig
-from zero.options import weight_dtype
 
 CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
 SETTINGS = [*SIZES, "--device=cpu", "--bucket_mb=0.02"]
-FLAGS = {name: replace(mode.flags, bucket_mb=0.02) for name, mode in MODES.items() if mode.planned}
+SMALL_BUCKETS = {name: replace(mode.flags, bucket_mb=0.02) for name, mode in MODES.items() if mode.planned}
 IN_PLACE = [name for name, mode in MODES.items() if mode.in_place]
-FLAGS |= {"checkpointing": FLAGS["sharded"], "loss_chunk": FLAGS["sharded"]}
-FLAGS["all"] = replace(FLAGS["remainder"], shard_gradients=True, state_dtype="int8")
 WORLD_SIZES = [1, 2, 8]
-NO_FLAGS = "adamw", "checkpointing", "loss_chunk"
-ALONE = [name for name, flags in FLAGS.items() if name in NO_FLAGS or flags.implementation(1) == "sharded"]
-EVERYTHING = {"param_dtype": "bfloat16_remainder", "state_dtype": "int8", "shard_gradients": True}
-EVERYTHING |= {"activation_checkpointing": True, "loss_chunk": 1024}
-
-
+ALONE = [name for name, flags in SMALL_BUCKETS.items() if name == "adamw" or flags.implementation(1) == "sharded"]
+OTHERS = ["checkpointing", "loss_chunk", "all"]
 DEFAULTS = settings_of(plan_script.__file__, TRAIN)
 
 
@@ -95,8 +87,9 @@ def planned(data, tmp_path_factory):
 def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
     printed, rows = planned
     lines = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w", line)]
-    expected = [(size, mode) for size in WORLD_SIZES for mode in ([*FLAGS, "fsdp2_reshard"] if size > 1 else ALONE)]
-    expected = [(size, mode) for size, mode in expected if size < 6 or mode not in IN_PLACE]  # 6 micro-steps of all ranks
+    rows_of_size = {1: [*ALONE, *OTHERS], 2: [*SMALL_BUCKETS, *OTHERS, "fsdp2_reshard"]}
+    rows_of_size[8] = [mode for mode in rows_of_size[2] if mode not in IN_PLACE]  # 6 micro-steps of all ranks
+    expected = [(size, mode) for size in WORLD_SIZES for mode in rows_of_size[size]]
     assert [(int(size), mode) for size, mode in lines] == expected
     assert list(rows) == expected
     chosen = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w+ \*", line)]
@@ -116,41 +109,36 @@ def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
     assert set(units.split()) == {"MB", "x", "ms"}, "the unit is that of the weights"
 
 
-def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned):
+def test_the_rows_are_what_bench_predicts_for_the_rank_with_the_most_state(planned):
     _, rows = planned
-    predicted = cache(lambda dtype, *how: predict(Workload(CONFIG, 2, dtype, "cpu", *how), dtype))
+    setup = Setup(CONFIG, 2, torch.device("cpu"), "float32", 0.02, 1.0, activation_checkpointing=False, seed=0)
     for (world_size, mode), row in rows.items():
-        if mode == "fsdp2_reshard":
+        if world_size == 1 or mode not in MODES or not MODES[mode].is_built:
             continue
-        flags = FLAGS[mode] if world_size > 1 else replace(FLAGS[mode], shard_gradients=False)
-        checkpointing, loss_chunk = mode in ("checkpointing", "all"), LOSS_CHUNK if mode in ("loss_chunk", "all") else 0
-        activations = predicted(weight_dtype(flags.param_dtype), checkpointing, loss_chunk)
-        owners = flags.plan(gpt_specs(CONFIG), world_size)
-        how = {"micro_steps": math.ceil(6 / world_size), "shard_gradients": flags.shard_gradients}
-        how |= {"in_place": mode in IN_PLACE, "world_size": world_size, "on_cpu": True}
-        result = forecast(owners, activations, world_size > 1, **how)
-        fullest, state = result.prediction, owners.state_bytes
+        result = setup.forecast(MODES[mode], world_size, micro_steps=math.ceil(6 / world_size))
+        fullest, state = result.prediction, result.prediction.plan.state_bytes
         assert state[fullest.rank] == max(state)
         expected = {
             **fullest.at("accumulating" if world_size < 6 else "before step"),
             "buckets": fullest.largest_buckets,
-            "activations": activations.saved,
+            "activations": result.activations.saved,
             "peak": result.peak,
             "sent": sum(fullest.sent().values()),
             "saving_on_cpu": fullest.consolidated,
-            "state_to_mean": pytest.approx(max(state) * owners.world_size / sum(state)),
+            "state_to_mean": pytest.approx(max(state) * len(state) / sum(state)),
         }
         assert row | expected == row, (world_size, mode)
 
 
 def test_the_row_of_the_settings_is_marked():
+    everything = {"param_dtype": "bfloat16_remainder", "state_dtype": "int8"}
     for mode, changes in {
         "adamw": {"use_zero1": False, "zero1_impl": "torch"},
         "torch": {"zero1_impl": "torch"},
         "these flags": {"param_dtype": "bfloat16", "shard_gradients": True},
         "remainder": {"param_dtype": "bfloat16_remainder"},
         "int8": {"state_dtype": "int8", "activation_checkpointing": True},
-        "all": EVERYTHING,
+        "all": {**everything, "shard_gradients": True, "activation_checkpointing": True, "loss_chunk": 1024},
         "sharded": {"activation_checkpointing": True, "loss_chunk": 512},
     }.items():
         one = planner(**changes)
@@ -177,18 +165,13 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(memory_mb):
 
 def test_a_verdict_comes_first(planned):
     printed, rows = planned
-    peaks = {key: f"{number(row['peak'] / 1e6)} MB" for key, row in rows.items()}
-    saved = f"{1 - rows[8, 'sharded']['peak'] / rows[8, 'adamw']['peak']:.0%} less than plain AdamW ({peaks[8, 'adamw']})"
-    limit = "fits in 0.001 GB (0.000769 GB for tensors)"
-    lines = printed.splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith("    1 rank"))
-    for line, row, verdict in (
-        (lines[begin], rows[1, "adamw"], f"    1 rank   peak {peaks[1, 'adamw']}: "),
-        (lines[begin + 2], rows[8, "sharded"], f"    8 ranks  peak {peaks[8, 'sharded']}, {saved}: "),
-    ):
-        fits = f"{limit}, up to --batch_size={row['largest_batch']}"
-        assert line.startswith(verdict + (fits if row["fits"] == "yes" else f"does not {limit.replace('fits', 'fit')}"))
-    assert lines[lines.index("") - 1].startswith("main memory of a machine with 8 of the ranks: at most ")
+    plain, sharded = rows[8, "adamw"], rows[8, "sharded"]
+    peak, of_plain = (f"{number(row['peak'] / 1e6)} MB" for row in (sharded, plain))
+    saved = f"{1 - sharded['peak'] / plain['peak']:.0%} less than plain AdamW ({of_plain})"
+    room = f"fits in 0.001 GB (0.000769 GB for tensors), up to --batch_size={sharded['largest_batch']} (plain AdamW "
+    above_the_table = printed.partition("\n\n")[0]
+    assert f"\n    8 ranks  peak {peak}, {saved}: {room}{plain['largest_batch']}); " in above_the_table
+    assert "\nmain memory of a machine with 8 of the ranks: at most " in above_the_table
 
 
 def test_no_batch_fits_where_saving_does_not():
@@ -239,7 +222,7 @@ def test_groups_of_ranks_share_the_state(data, tmp_path):
     groups = f"--dataset={data}", "--shard_size=4", "--ranks_per_machine=4", "--gpu_memory_gb=0.0001"
     printed = plan(*SETTINGS, "--world_size=2,8", *groups, f"--json={tmp_path / 'plan.json'}")
     rows = rows_of(tmp_path / "plan.json")
-    whole = FLAGS["sharded"].plan(gpt_specs(CONFIG), 4)
+    whole = SMALL_BUCKETS["sharded"].plan(gpt_specs(CONFIG), 4)
     for mode in ("sharded", "shard_gradients"):
         assert rows[8, mode]["state"] == max(whole.state_bytes)
         # an all-reduce of 1/4 of the gradients between two groups: each rank sends half of it twice
@@ -304,7 +287,7 @@ def test_a_card_without_bfloat16_computes_in_float16():
     assert card.dtype == "float16"
     assert not any("bfloat16" in mode or mode == "remainder" for size in (1, 2) for mode in card.choices(size).values())
     for size in (1, 2):
-        assert card.everything(size).flags == replace(FLAGS["int8"], shard_gradients=size > 1)
+        assert card.everything(size).flags == replace(SMALL_BUCKETS["int8"], shard_gradients=size > 1)
         held = planner(device="cuda", gpu="T4", gpu_memory_gb=1.01e-9 * card.forecast(card.everything(size), size).peak)
         found = plan_script.cheapest(held, size).flags
         assert (found.param_dtype, found.state_dtype) == ("float32", "int8")

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -48,20 +49,15 @@ ROOM = {(mode, point): 1_600_000 for mode in ("bfloat16", "remainder") for point
 ROOM |= {("remainder", "saving"): 3_000_000, ("int8", "saving"): 3_000_000}
 
 
-class MallocBytes:
+class MallocBytes(nullcontext):
     """In place of LiveBytes: counts the bytes that malloc gives out in this context, in blocks of 1 KiB or more."""
 
-    def __init__(self):
+    def __enter__(self):
         self.counter = ctypes.CDLL(None)  # the process, with what is preloaded
         self.counter.malloc_counter_now.restype = self.counter.malloc_counter_peak.restype = ctypes.c_longlong
-
-    def __enter__(self):
         self.before = self.counter.malloc_counter_now()
         self.reset_peak()
         return self
-
-    def __exit__(self, *_):
-        return
 
     @property
     def now(self):

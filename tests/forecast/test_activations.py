@@ -37,8 +37,8 @@ def _without_scratch_memory(monkeypatch):
     monkeypatch.setattr("forecast.activations.multiplies_in_float32", lambda transposed: False)
 
 
-def work(config, dtype, way=(False, 0), device_type="cpu", batch_size=BATCH):
-    return Workload(config, batch_size, dtype, device_type, *way)
+def work(config, dtype, way=(False, 0), device_type="cpu"):
+    return Workload(config, BATCH, dtype, device_type, *way)
 
 
 def real_step(workload, param_dtype):

@@ -1,4 +1,4 @@
-"""The loss: float32 on every device, compiled or not; with loss_chunk the same up to rounding, in every precision."""
+"""The loss: float32, compiled or not; with loss_chunk the same up to rounding, in every precision."""
 
 from contextlib import nullcontext
 

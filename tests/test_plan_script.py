@@ -57,6 +57,13 @@ def rows_of(path):
     return {(row["world_size"], row["mode"]): row for row in json.loads(path.read_text())["rows"]}
 
 
+def test_the_state_is_that_of_the_optimizer_that_build_chooses(monkeypatch):
+    before = row(2)["state"]
+    sgd = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
+    monkeypatch.setattr("forecast.run_memory.optimizer_of", lambda *_, **adamw: sgd)
+    assert (planner().plain, 2 * row(2)["state"]) == ("plain SGD", before)
+
+
 @pytest.mark.parametrize(
     ("row", "modes", "arguments"),
     [

@@ -46,62 +46,49 @@ def test_values_are_the_defaults_or_take_their_type(capsys):
     assert capsys.readouterr().out == "Overriding: batch_size = 3\n", "only what has changed"
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--batchsize=3", "did you mean 'batch_size'?"),
-        ("--lr=3", "did you mean 'learning_rate'?"),
-        ("--batch_size", "--batch_size is not of the form --key=value; for example, write --batch_size="),
-        ("--function=3", "unknown setting 'function'"),
-        ("--batch_size=abc", "takes an integer"),
-        ("--batch_size=1.5", "takes an integer"),
-        ("--batch_size=True", "takes an integer"),
-        ("--compile=1", "takes True or False"),
-        ("--learning_rate=fast", "takes a number"),
-        ("--compile", "--compile is not of the form --key=value; for example, write --compile=True"),
-        ("--batch_size=" + 400 * "x", f"batch_size='{59 * 'x'}... in --batch_size={47 * 'x'}... is text"),
-        ("--learning_rate=" + "[" * 9999, "takes a number"),
-        ("--learning_rate=1" + 400 * "0", "is not a finite number"),
-        ("--batch_size=" + str(2**63), "batch_size must be less than 2**63"),
-        ("--out_dir=\udcff", r"out_dir='\udcff' is not text in UTF-8"),
-        ("--learning_rate=1e400", "learning_rate=inf in --learning_rate=1e400 is not a finite number"),
-        ("no_such_file.py", "does not exist"),
-    ],
-)
-def test_mistakes_end_with_one_line(capsys, argument, message):
-    assert message in refused(capsys, DEFAULTS | OTHERS, argument)
+MISTAKES = {
+    "--batchsize=3": "did you mean 'batch_size'?",
+    "--lr=3": "did you mean 'learning_rate'?",
+    "--batch_size": "--batch_size is not of the form --key=value; for example, write --batch_size=",
+    "--compile": "--compile is not of the form --key=value; for example, write --compile=True",
+    "--function=3": "unknown setting 'function'",
+    "--batch_size=abc": "takes an integer",
+    "--batch_size=1.5": "takes an integer",
+    "--batch_size=True": "takes an integer",
+    "--compile=1": "takes True or False",
+    "--learning_rate=fast": "takes a number",
+    "--batch_size=" + 400 * "x": f"batch_size='{59 * 'x'}... in --batch_size={47 * 'x'}... is text",
+    "--learning_rate=" + "[" * 9999: "takes a number",
+    "--learning_rate=1" + 400 * "0": "is not a finite number",
+    "--out_dir=\udcff": r"out_dir='\udcff' is not text in UTF-8",
+    "no_such_file.py": "does not exist",
+}
+MISTAKES_IN_FILES = {
+    "batchsize = 3": "did you mean 'batch_size'?",
+    "batch_size = ": "SyntaxError",
+    "\nbatch_size = 1 / 0": "ZeroDivisionError: division by zero (line 2)",
+    "\nimport sys\nsys.exit('no GPU')": "cannot be run: SystemExit: no GPU (line 3)",
+    "learning_rate = float('nan')": "is not a finite number",
+    "batch_size = 10**5000": "must be less than 2**63",
+    "batch_size = -(10**5000)": "must be less than 2**63",
+    "out_dir = 10**5000": "out_dir=a long number in",
+    "def batch_size(): pass": "is a function, but batch_size takes an integer",
+    "import math as learning_rate": "is a module, but learning_rate takes a number",
+    "# yaml\nbatch_size: 8": "cannot be run: ValueError: line 2 sets nothing",
+    '{"batch_size": 8}': "ValueError: line 1 sets nothing",
+    "batch_size == 8": "sets nothing; write it in Python: batch_size = 8",
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("batchsize = 3", "did you mean 'batch_size'?"),
-        ("betas = (0.9, 0.95)", "unknown setting 'betas'"),
-        ("batch_size = '3'", "takes an integer"),
-        ("batch_size = ", "SyntaxError"),
-        ("\nbatch_size = 1 / 0", "ZeroDivisionError: division by zero (line 2)"),
-        ("learning_rate = float('nan')", "is not a finite number"),
-        ("learning_rate = 10**400", "is not a finite number"),
-        ("batch_size = 10**5000", "must be less than 2**63"),
-        ("def batch_size(): pass", "is a function, but batch_size takes an integer"),
-        ("class compile: pass", "is a type, but compile takes True or False"),
-        ("import math as learning_rate", "is a module, but learning_rate takes a number"),
-        ("from functools import partial\nout_dir = partial(print)", "is a partial, but out_dir takes text"),
-        ("\nimport sys\nsys.exit('no GPU')", "cannot be run: SystemExit: no GPU (line 3)"),
-        ("exit(0)", "cannot be run: SystemExit: 0 (line 1)"),
-        ("# yaml\nbatch_size: 8", "cannot be run: ValueError: line 2 sets nothing"),
-        ('{"batch_size": 8}', "ValueError: line 1 sets nothing"),
-        ("batch_size == 8", "sets nothing; write it in Python: batch_size = 8"),
-        ("out_dir = 10**5000", "out_dir=a long number in"),
-        ("batch_size = -(10**5000)", "must be less than 2**63"),
-    ],
-)
-def test_mistakes_in_files_name_the_file(capsys, tmp_path, text, message):
+def test_mistakes_end_with_one_line(capsys, tmp_path):
+    for argument, message in MISTAKES.items():
+        assert message in refused(capsys, DEFAULTS | OTHERS, argument)
     file = tmp_path / "config.py"
-    file.write_text(text)
-    error = refused(capsys, DEFAULTS | OTHERS, str(file))
-    assert message in error
-    assert str(file) in error
+    for text, message in MISTAKES_IN_FILES.items():
+        file.write_text(text)
+        error = refused(capsys, DEFAULTS | OTHERS, str(file))
+        assert message in error
+        assert str(file) in error
 
 
 def test_files_and_arguments_apply_in_order(tmp_path):
@@ -212,16 +199,13 @@ def declared():
     return {**{key: value for key, (value, _) in DECLARED.items()}, "__annotations__": kinds}
 
 
-@pytest.mark.parametrize("text", BAD_VALUES)
-def test_a_value_must_keep_the_declared_range_or_choices(text, capsys):
-    assert refused(capsys, declared(), f"--{text}") == f"error: {BAD_VALUES[text]}\n"
-
-
-def test_a_value_out_of_its_range_is_named_with_its_file(tmp_path, capsys):
-    (tmp_path / "config.py").write_text("count = 0\nformat = 'three'\n")
-    path = str(tmp_path / "config.py")
-    assert refused(capsys, declared(), path, "--format=two") == f"error: count=0 in {path} must be at least 1\n"
-    assert refused(capsys, declared(), path, "--count=1") == f"error: format=three in {path} is not one of one, two\n"
+def test_a_value_must_keep_the_declared_range_or_choices_and_is_named_with_its_file(tmp_path, capsys):
+    for text, message in BAD_VALUES.items():
+        assert refused(capsys, declared(), f"--{text}") == f"error: {message}\n"
+    path = tmp_path / "config.py"
+    path.write_text("count = 0\nformat = 'three'\n")
+    assert refused(capsys, declared(), str(path), "--format=two") == f"error: count=0 in {path} must be at least 1\n"
+    assert refused(capsys, declared(), str(path), "--count=1") == f"error: format=three in {path} is not one of one, two\n"
 
 
 def test_values_at_the_end_of_a_range_are_taken_and_an_integer_in_a_file_is_a_number(tmp_path):

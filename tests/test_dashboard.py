@@ -104,7 +104,6 @@ WRONG = {
     "RUN --speed=3": "unrecognized arguments: --speed=3",
     "RUN/nothing --html=RUN/x.html": "there is no folder RUN/nothing; give the out_dir of a run of train.py",
     "RUN/run.json --html=RUN/x.html": "there is no folder RUN/run.json; ",
-    "RUN/nothing --wandb --project=gpt": "there is no folder RUN/nothing; ",
     "RUN --wandb": "--wandb needs --project=NAME, or the OUT_DIR of a run of the project",
     "RUN RUN/folder --html=RUN/x.html": "cannot read RUN/folder/metrics.jsonl: Is a directory",
     "RUN/new --html=RUN/x.html": "there is no RUN/new/metrics.jsonl; give the out_dir of a run of train.py",

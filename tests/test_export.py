@@ -181,6 +181,8 @@ def test_a_sharded_checkpoint_goes_through_piece_by_piece(data, tmp_path):
     check_imported(exported, model)
     _, after, _ = train(tmp_path / "again", data, *settings, f"--init_from={exported}", "--max_iters=0")
     assert after[0] == pytest.approx(before[checkpoint["iter_num"]], abs=1e-6)
+    train(tmp_path / "cropped", data, *settings, f"--init_from={exported}", "--block_size=8", "--max_iters=0")
+    assert torch_load(tmp_path / "cropped")["model_args"]["block_size"] == 8
 
 
 def test_refusals(tmp_path):

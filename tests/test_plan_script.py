@@ -4,10 +4,10 @@ import io
 import json
 import math
 import re
+import shutil
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import cache
 from unittest import mock
 
 import pytest
@@ -16,28 +16,20 @@ from conftest import ROOT
 from scripts import SIZES, check_mistakes, defaults_of
 
 import plan as plan_script
+from benchmarks.contenders import Setup
 from charts.style import number
 from configurator import TRAIN, configure, settings_of
-from forecast.activations import predict
-from forecast.modes import LOSS_CHUNK, MODES
-from forecast.prediction import Workload
-from forecast.run_memory import CPU_RESIDENT, forecast, gpt_specs
+from forecast.modes import MODES
+from forecast.run_memory import CPU_RESIDENT, gpt_specs
 from model import GPTConfig
-from zero.options import weight_dtype
 
 CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
 SETTINGS = [*SIZES, "--device=cpu", "--bucket_mb=0.02"]
-FLAGS = {name: replace(mode.flags, bucket_mb=0.02) for name, mode in MODES.items() if mode.planned}
+SMALL_BUCKETS = {name: replace(mode.flags, bucket_mb=0.02) for name, mode in MODES.items() if mode.planned}
 IN_PLACE = [name for name, mode in MODES.items() if mode.in_place]
-FLAGS |= {"checkpointing": FLAGS["sharded"], "loss_chunk": FLAGS["sharded"]}
-FLAGS["all"] = replace(FLAGS["remainder"], shard_gradients=True, state_dtype="int8")
 WORLD_SIZES = [1, 2, 8]
-NO_FLAGS = "adamw", "checkpointing", "loss_chunk"
-ALONE = [name for name, flags in FLAGS.items() if name in NO_FLAGS or flags.implementation(1) == "sharded"]
-EVERYTHING = {"param_dtype": "bfloat16_remainder", "state_dtype": "int8", "shard_gradients": True}
-EVERYTHING |= {"activation_checkpointing": True, "loss_chunk": 1024}
-
-
+ALONE = [name for name, flags in SMALL_BUCKETS.items() if name == "adamw" or flags.implementation(1) == "sharded"]
+OTHERS = ["checkpointing", "loss_chunk", "all"]
 DEFAULTS = settings_of(plan_script.__file__, TRAIN)
 
 
@@ -65,13 +57,11 @@ def rows_of(path):
     return {(row["world_size"], row["mode"]): row for row in json.loads(path.read_text())["rows"]}
 
 
-def test_the_optimizer_is_the_one_that_build_chooses(monkeypatch):
-    assert (planner().plain, planner(optimizer="muon").plain) == ("plain AdamW", "plain Muon")
+def test_the_state_is_that_of_the_optimizer_that_build_chooses(monkeypatch):
     before = row(2)["state"]
-    sgd = lambda *_, lr, **adamw: (torch.optim.SGD, {"lr": lr, "momentum": 0.9})  # noqa: E731
-    monkeypatch.setattr("forecast.run_memory.optimizer_of", sgd)
-    assert planner().plain == "plain SGD"
-    assert 2 * row(2)["state"] == before
+    sgd = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
+    monkeypatch.setattr("forecast.run_memory.optimizer_of", lambda *_, **adamw: sgd)
+    assert (planner().plain, 2 * row(2)["state"]) == ("plain SGD", before)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +94,9 @@ def planned(data, tmp_path_factory):
 def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
     printed, rows = planned
     lines = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w", line)]
-    expected = [(size, mode) for size in WORLD_SIZES for mode in ([*FLAGS, "fsdp2_reshard"] if size > 1 else ALONE)]
-    expected = [(size, mode) for size, mode in expected if size < 6 or mode not in IN_PLACE]  # 6 micro-steps of all ranks
+    rows_of_size = {1: [*ALONE, *OTHERS], 2: [*SMALL_BUCKETS, *OTHERS, "fsdp2_reshard"]}
+    rows_of_size[8] = [mode for mode in rows_of_size[2] if mode not in IN_PLACE]  # 6 micro-steps of all ranks
+    expected = [(size, mode) for size in WORLD_SIZES for mode in rows_of_size[size]]
     assert [(int(size), mode) for size, mode in lines] == expected
     assert list(rows) == expected
     chosen = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w+ \*", line)]
@@ -119,63 +110,47 @@ def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
         re.MULTILINE,
     )
     assert printed.count("; train.py needs --") == 1, "6 micro-steps are enough for 1 and 2 ranks"
+    assert "\nnote: without effect on 1 rank: bucket_mb=0.02, use_zero1=True\n" in printed
     header, units = re.search(r"^(ranks  mode  .*)\n(.*)$", printed, re.MULTILINE).groups()
     assert header.split()[:3] == ["ranks", "mode", "parameters"]
     assert set(units.split()) == {"MB", "x", "ms"}, "the unit is that of the weights"
 
 
-def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned):
+def test_the_rows_are_what_bench_predicts_for_the_rank_with_the_most_state(planned):
     _, rows = planned
-    predicted = cache(lambda dtype, *how: predict(Workload(CONFIG, 2, dtype, "cpu", *how), dtype))
+    setup = Setup(CONFIG, 2, torch.device("cpu"), "float32", 0.02, 1.0, activation_checkpointing=False, seed=0)
     for (world_size, mode), row in rows.items():
-        if mode == "fsdp2_reshard":
+        if world_size == 1 or mode not in MODES or not MODES[mode].is_built:
             continue
-        flags = FLAGS[mode] if world_size > 1 else replace(FLAGS[mode], shard_gradients=False)
-        checkpointing, loss_chunk = mode in ("checkpointing", "all"), LOSS_CHUNK if mode in ("loss_chunk", "all") else 0
-        activations = predicted(weight_dtype(flags.param_dtype), checkpointing, loss_chunk)
-        owners = flags.plan(gpt_specs(CONFIG), world_size)
-        how = {"micro_steps": math.ceil(6 / world_size), "shard_gradients": flags.shard_gradients}
-        how |= {"in_place": mode in IN_PLACE, "world_size": world_size, "on_cpu": True}
-        result = forecast(owners, activations, world_size > 1, **how)
-        fullest, state = result.prediction, owners.state_bytes
+        result = setup.forecast(MODES[mode], world_size, micro_steps=math.ceil(6 / world_size))
+        fullest, state = result.prediction, result.prediction.plan.state_bytes
         assert state[fullest.rank] == max(state)
         expected = {
             **fullest.at("accumulating" if world_size < 6 else "before step"),
             "buckets": fullest.largest_buckets,
-            "activations": activations.saved,
+            "activations": result.activations.saved,
             "peak": result.peak,
             "sent": sum(fullest.sent().values()),
             "saving_on_cpu": fullest.consolidated,
-            "state_to_mean": pytest.approx(max(state) * owners.world_size / sum(state)),
+            "state_to_mean": pytest.approx(max(state) * len(state) / sum(state)),
         }
         assert row | expected == row, (world_size, mode)
 
 
-@pytest.mark.parametrize(
-    ("changes", "mode"),
-    [
-        ({"use_zero1": False, "zero1_impl": "torch"}, "adamw"),
-        ({"zero1_impl": "torch"}, "torch"),
-        ({"param_dtype": "bfloat16", "shard_gradients": True}, "these flags"),
-        ({"param_dtype": "bfloat16_remainder"}, "remainder"),
-        ({"state_dtype": "int8", "activation_checkpointing": True}, "int8"),
-        (EVERYTHING, "all"),
-        ({"loss_chunk": 512}, "sharded"),
-        ({"activation_checkpointing": True, "loss_chunk": 512}, "sharded"),
-    ],
-)
-def test_the_row_of_the_settings_is_marked(changes, mode):
-    one = planner(**changes)
-    assert one.choices(2)[one.chosen(2)] == mode
-
-
-def test_a_mode_that_is_planned_has_its_own_row(monkeypatch):
-    """It takes no other one's name, also where the rows of a table would be the same."""
-    for name in ("loss_chunk", "muon"):
-        monkeypatch.setitem(MODES, name, replace(MODES[name], loss_chunk=MODES[name].loss_chunk // 2, planned=True))
-    names = planner().choices(2).values()
-    assert {"sharded", "loss_chunk"} <= {*names}
-    assert "muon" not in names, "the optimizer is that of the settings"
+def test_the_row_of_the_settings_is_marked():
+    everything = {"param_dtype": "bfloat16_remainder", "state_dtype": "int8"}
+    for mode, changes in {
+        "adamw": {"use_zero1": False, "zero1_impl": "torch"},
+        "torch": {"zero1_impl": "torch"},
+        "these flags": {"param_dtype": "bfloat16", "shard_gradients": True},
+        "remainder": {"param_dtype": "bfloat16_remainder"},
+        "int8": {"state_dtype": "int8", "activation_checkpointing": True},
+        "all": {**everything, "shard_gradients": True, "activation_checkpointing": True, "loss_chunk": 1024},
+        "sharded": {"activation_checkpointing": True, "loss_chunk": 512},
+    }.items():
+        one = planner(**changes)
+        assert one.choices(2)[one.chosen(2)] == mode
+    assert planner(optimizer="muon").plain == "plain Muon"
 
 
 @pytest.mark.parametrize("memory_mb", [1, 12])
@@ -197,18 +172,13 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(memory_mb):
 
 def test_a_verdict_comes_first(planned):
     printed, rows = planned
-    peaks = {key: f"{number(row['peak'] / 1e6)} MB" for key, row in rows.items()}
-    saved = f"{1 - rows[8, 'sharded']['peak'] / rows[8, 'adamw']['peak']:.0%} less than plain AdamW ({peaks[8, 'adamw']})"
-    limit = "fits in 0.001 GB (0.000769 GB for tensors)"
-    lines = printed.splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith("    1 rank"))
-    for line, row, verdict in (
-        (lines[begin], rows[1, "adamw"], f"    1 rank   peak {peaks[1, 'adamw']}: "),
-        (lines[begin + 2], rows[8, "sharded"], f"    8 ranks  peak {peaks[8, 'sharded']}, {saved}: "),
-    ):
-        fits = f"{limit}, up to --batch_size={row['largest_batch']}"
-        assert line.startswith(verdict + (fits if row["fits"] == "yes" else f"does not {limit.replace('fits', 'fit')}"))
-    assert lines[lines.index("") - 1].startswith("main memory of a machine with 8 of the ranks: at most ")
+    plain, sharded = rows[8, "adamw"], rows[8, "sharded"]
+    peak, of_plain = (f"{number(row['peak'] / 1e6)} MB" for row in (sharded, plain))
+    saved = f"{1 - sharded['peak'] / plain['peak']:.0%} less than plain AdamW ({of_plain})"
+    room = f"fits in 0.001 GB (0.000769 GB for tensors), up to --batch_size={sharded['largest_batch']} (plain AdamW "
+    above_the_table = printed.partition("\n\n")[0]
+    assert f"\n    8 ranks  peak {peak}, {saved}: {room}{plain['largest_batch']}); " in above_the_table
+    assert "\nmain memory of a machine with 8 of the ranks: at most " in above_the_table
 
 
 def test_no_batch_fits_where_saving_does_not():
@@ -259,7 +229,7 @@ def test_groups_of_ranks_share_the_state(data, tmp_path):
     groups = f"--dataset={data}", "--shard_size=4", "--ranks_per_machine=4", "--gpu_memory_gb=0.0001"
     printed = plan(*SETTINGS, "--world_size=2,8", *groups, f"--json={tmp_path / 'plan.json'}")
     rows = rows_of(tmp_path / "plan.json")
-    whole = FLAGS["sharded"].plan(gpt_specs(CONFIG), 4)
+    whole = SMALL_BUCKETS["sharded"].plan(gpt_specs(CONFIG), 4)
     for mode in ("sharded", "shard_gradients"):
         assert rows[8, mode]["state"] == max(whole.state_bytes)
         # an all-reduce of 1/4 of the gradients between two groups: each rank sends half of it twice
@@ -272,36 +242,28 @@ def test_groups_of_ranks_share_the_state(data, tmp_path):
     assert printed.count("needs --shard_size") == 1, "4 divides 8"
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("shakespeare_char", 65), ("stdlib_char", 96), ("shakespeare", 50304), ("openwebtext", 50304)]
-)
-def test_a_known_dataset_need_not_be_prepared(tmp_path, monkeypatch, capsys, name, size):
-    copied = tmp_path / name
-    copied.mkdir()
-    with open(f"{ROOT}/data/{name}/prepare.py") as script:
-        (copied / "prepare.py").write_text(script.read())
+def vocabulary(dataset, vocab_size=0, block_size=16):
+    return plan_script.vocabulary({"dataset": str(dataset), "vocab_size": vocab_size, "block_size": block_size})
+
+
+def test_the_vocabulary_of_a_dataset_that_is_not_prepared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plan_script, "DATA_DIR", str(tmp_path))
-    assert plan_script.vocabulary({"dataset": name, "vocab_size": 0}) == size
-    assert plan_script.vocabulary({"dataset": name, "vocab_size": 100}) == 100
+    for name, size in (("shakespeare_char", 65), ("stdlib_char", 96), ("shakespeare", 50304), ("openwebtext", 50304)):
+        (tmp_path / name).mkdir()
+        shutil.copy(f"{ROOT}/data/{name}/prepare.py", tmp_path / name)
+        assert (vocabulary(name), vocabulary(name, 100)) == (size, 100)
+    assert vocabulary("mine", 1000) == 1000
     assert capsys.readouterr().out == ""
-
-
-def test_an_unknown_vocabulary_is_said_aloud(tmp_path, capsys):
-    name = str(tmp_path / "mine")
-    assert plan_script.vocabulary({"dataset": name, "vocab_size": 0}) == 50304
-    assert "WARNING: the vocabulary of dataset" in (printed := capsys.readouterr().out)
-    assert "use --vocab_size=<number of tokens>" in printed
-    assert plan_script.vocabulary({"dataset": name, "vocab_size": 1000}) == 1000
-    assert capsys.readouterr().out == ""
+    assert vocabulary("mine") == 50304
+    assert "use --vocab_size=<number of tokens>" in capsys.readouterr().out
 
 
 def test_a_prepared_dataset_is_checked_as_in_a_run(data):
-    settings = {"dataset": data, "vocab_size": 0, "block_size": 16}
-    assert plan_script.vocabulary(settings) == 29
+    assert vocabulary(data) == 29
     with pytest.raises(ValueError, match=r"is prepared and gives 29; remove --vocab_size"):
-        plan_script.vocabulary({**settings, "vocab_size": 65})
+        vocabulary(data, 65)
     with pytest.raises(ValueError, match="too few for one sequence of block_size=4000"):
-        plan_script.vocabulary({**settings, "block_size": 4000})
+        vocabulary(data, block_size=4000)
 
 
 def test_a_background_save_takes_a_copy_while_training_goes_on():
@@ -314,13 +276,6 @@ def test_a_background_save_takes_a_copy_while_training_goes_on():
     on_gpu = row(2, async_save=True, device="cuda")
     assert on_gpu["saving"] == on_gpu["peak"]
     assert on_gpu["saving_on_cpu"] == 12 * numel
-
-
-def test_a_cpu_takes_more_than_the_tensors():
-    bytes_ = max(row(2)["peak"], row(2)["saving"])
-    assert row(2, gpu_memory_gb=bytes_ * CPU_RESIDENT * 1.01 / 1e9)["fits"] == "yes"
-    assert row(2, gpu_memory_gb=bytes_ * CPU_RESIDENT * 0.99 / 1e9)["fits"] == "no"
-    assert row(2, gpu_memory_gb=row(2, device="cuda")["peak"] * 1.01 / 1e9, device="cuda")["fits"] == "yes"
 
 
 def test_a_card_gives_its_memory_less_what_its_libraries_take():
@@ -339,18 +294,10 @@ def test_a_card_without_bfloat16_computes_in_float16():
     assert card.dtype == "float16"
     assert not any("bfloat16" in mode or mode == "remainder" for size in (1, 2) for mode in card.choices(size).values())
     for size in (1, 2):
-        assert card.everything(size).flags == replace(FLAGS["int8"], shard_gradients=size > 1)
+        assert card.everything(size).flags == replace(SMALL_BUCKETS["int8"], shard_gradients=size > 1)
         held = planner(device="cuda", gpu="T4", gpu_memory_gb=1.01e-9 * card.forecast(card.everything(size), size).peak)
         found = plan_script.cheapest(held, size).flags
         assert (found.param_dtype, found.state_dtype) == ("float32", "int8")
-
-
-def test_what_changes_nothing_on_one_rank_is_named(data):
-    flags = "--world_size=1", "--shard_gradients=True", "--shard_size=4", "--bucket_mb=1", "--gpu_memory_gb=0.001"
-    printed = plan(f"--dataset={data}", *SETTINGS, *flags)
-    idle = "shard_size=4, bucket_mb=1.0, use_zero1=True, shard_gradients=True"
-    assert f"note: without effect on 1 rank: {idle}" in printed
-    assert re.search(r"^ *1  adamw \*", printed, re.MULTILINE)
 
 
 def test_ranks_that_cannot_share_the_batch_get_another_one_of_the_same_size():

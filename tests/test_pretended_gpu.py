@@ -22,7 +22,10 @@ from toy import make_toy
 from benchmarks import gpu
 from benchmarks.alone import shard_alone
 from benchmarks.memory_profile import simulated_world
-from model import GPTConfig
+from distributed.machine import DTYPES
+from forecast.activations import micro_step, predict
+from forecast.prediction import Workload
+from model import GPT, GPTConfig, SkipInitialization
 from run import hooks
 from zero import ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
@@ -177,6 +180,23 @@ def small_launches():
     return [{mode: list(counts.values()) for mode, counts in found.items()}, in_float16["waits"]]
 
 
+def micro_step_on_gpu(chunk, param_dtype, dropout=0.0):
+    """The bytes that live in a micro-step, and those that are predicted."""
+    config = GPTConfig(block_size=256, vocab_size=5000, n_layer=4, n_head=4, n_embd=256, dropout=dropout, bias=False)
+    with PretendedGPU():
+        with DEVICE, SkipInitialization():
+            model = GPT(config).to(DTYPES[param_dtype])
+        model.loss_chunk = chunk
+        tokens = torch.zeros((4, 256), dtype=torch.int64, device=DEVICE)
+        autocast = torch.autocast("cuda", torch.bfloat16)
+        live = micro_step(model, lambda: model(tokens, tokens)[1], autocast, on_cpu=False)
+    return live, predict(Workload(config, 4, "bfloat16", "cuda", loss_chunk=chunk), param_dtype)
+
+
+def micro_steps_on_gpu():
+    return [micro_step_on_gpu(0, "float32"), micro_step_on_gpu(300, "float32", dropout=0.1), micro_step_on_gpu(0, "bfloat16")]
+
+
 def run_part(name):
     """Run a part of bench-gpu with a small model and few iterations, as rank 0 of 1 that shards its optimizer all the same."""
     part = next(part for part in gpu.parts(1, "pretended") if part.name == name)
@@ -238,7 +258,7 @@ def preloaded(*functions):
 
 @pytest.fixture(scope="module")
 def printed():
-    return preloaded(what_it_notices, several_streams, waits_of_rounding, small_launches)
+    return preloaded(what_it_notices, several_streams, waits_of_rounding, micro_steps_on_gpu, small_launches)
 
 
 def test_it_notices_two_devices_in_an_operation_and_every_wait(printed):
@@ -280,6 +300,13 @@ def test_launches_and_waits_of_an_iteration(printed):
     *_, (counted, waits_in_float16) = printed
     assert {mode: tuple(counts) for mode, counts in counted.items()} == COUNTED
     assert waits_in_float16 == 1
+
+
+def test_activations_take_what_is_predicted(printed):
+    """And so the loss is computed in float32: CUDA's autocast leaves cross_entropy in bfloat16, which takes half."""
+    *_, found, _ = printed
+    for live, predicted in found:
+        assert live == pytest.approx(predicted, rel=1e-3)
 
 
 @pytest.mark.slow("counts all modes of 124M and XL", seconds=400)

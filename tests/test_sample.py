@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import write_meta
-from scripts import run, run_for_real, torch_load, train
+from scripts import run, torch_load, train
 
 from data.dataset import vocabulary_of
 from data.vocabulary import load_meta
@@ -18,7 +18,7 @@ def trained(data, tmp_path):
 
 def test_sample(data, trained, tmp_path):
     command = [f"--out_dir={tmp_path}", "--start=ADGJ", "--num_samples=2", "--max_new_tokens=30", "--device=cpu"]
-    process = run_for_real("sample.py", *command).succeeded()
+    process = run("sample.py", *command).succeeded()
     samples = process.stdout.split("---------------\n")
     assert len(samples) == 3
     for text in samples[:2]:

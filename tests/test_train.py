@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from scripts import FEW, SETTINGS, run, torch_load, train
+from scripts import SETTINGS, run, torch_load, train
 from toy import assert_equal
 
 
@@ -83,14 +83,3 @@ def test_compiled_blocks_train_and_leave_no_trace_in_the_file(data, runs, tmp_pa
     assert len(losses) == 6
     assert max(abs(losses[i] - runs["adamw"].losses[i]) for i in losses) < 1e-4
     assert not any("_orig_mod" in key for key in torch_load(tmp_path)["model"])
-
-
-@pytest.mark.slow("imports transformers twice; test_export trains from such a folder, too", seconds=8)
-def test_a_gpt2_folder_is_finetuned_with_a_smaller_block(data, tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    GPT2LMHeadModel(GPT2Config(vocab_size=29, n_positions=64, n_embd=32, n_layer=2, n_head=2)).save_pretrained(tmp_path / "hf")
-    losses, _, output = train(tmp_path / "out", data, f"--init_from={tmp_path / 'hf'}", FEW, "--max_iters=12")
-    assert "Initializing from GPT-2 weights" in output
-    assert losses[12] < losses[0] - 0.3
-    assert torch_load(tmp_path / "out")["model_args"]["block_size"] == 16

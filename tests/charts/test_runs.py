@@ -7,7 +7,6 @@ from logged import MB, bars, curve, drawn, events, layers, notes, rows, write_ru
 from scripts import events_of
 
 from charts.lines import MOST_POINTS, Run, look
-from charts.style import number, shown_in
 from run.metrics import METRICS, SECTIONS, Metric
 
 SAME = {"dataset": "d", "learning_rate": 0.1, "world_size": 2}
@@ -154,15 +153,6 @@ def test_on_a_cpu_the_peak_is_that_of_the_process_and_data_takes_time(on_cpu):
     assert "peak" not in bars(on_cpu["Memory at the points of a step"])[0]
     assert curve(on_cpu["Peak memory"], 0)[0] == (0, 2.7)
     assert ": data 2 forward" in bars(on_cpu["Where the time of a step goes"])[0], "a GPU computes meanwhile"
-
-
-def test_units_in_which_amounts_can_be_read():
-    cases = [("s", 0.00355, 0.001, "ms"), ("s", 1.5, 1, "s"), ("MB", 999, 1, "MB"), ("MB", 1000, 1000, "GB")]
-    for unit, amount, divisor, shown in [*cases, ("bytes", 2_500, 1e3, "kB"), ("norm", 5, 1, "norm")]:
-        assert shown_in(unit, amount) == (divisor, shown)
-    assert [number(value) for value in (0, 0.00355, 1.8, 24.12, 99.94, 99.96, -1817.4)] == [
-        *("0", "0.00355", "1.80", "24.1", "99.9", "100", "-1,817")
-    ]
 
 
 def test_figures_that_no_run_has_are_left_out_and_28_runs_look_different(tmp_path):

@@ -114,8 +114,11 @@ def check_memory(rows, modes):
         (mode, point) for mode in modes if mode in PREDICTED for point in POINTS
     ]
     for row in rows:
-        if row["mode"] in PREDICTED:  # weights are rounded and summed up 131,072 at a time; see test_prediction.py
-            assert row["predicted"] == pytest.approx(row["total"], rel=0.03, abs=1.2e6), (row["mode"], row["point"])
+        if row["mode"] in PREDICTED:
+            tolerance = (0.03 if row["point"] == "peak" else 0.02) * row["total"]
+            if TABLE[row["mode"]].lowers_weights and row["point"] in ("wrapping", "peak")[: 1 + (row["mode"] == "codecs")]:
+                tolerance += 1.2e6  # weights are rounded and summed up, and with both codecs updated, 131,072 at a time
+            assert row["predicted"] == pytest.approx(row["total"], abs=tolerance), (row["mode"], row["point"])
         parts = ("parameters", "gradients", "state", "master", "buckets", "activations", "copy", "rest")
         assert sum(row[part] or 0 for part in parts) == row["total"], (row["mode"], row["point"])
 

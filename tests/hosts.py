@@ -4,6 +4,8 @@ Every host has the address 10.77.0.<its number + 1>, the name host<its number>, 
 on Debian, a host resolves its own name to 127.0.1.1. The hosts share the file system. A relative path is in a folder
 that only one host has. The hosts divide the cores of this machine among themselves. The network cannot be seen or
 reached from outside, so many such networks can exist at the same time.
+
+    $ sudo python tests/hosts.py 2 100 4 bench.py ...    # torchrun on two hosts with links of 100 Mbit/s, four ranks on each
 """
 
 import contextlib
@@ -12,6 +14,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from typing import NamedTuple
 
@@ -23,7 +26,7 @@ _numbers = itertools.count()
 @functools.cache
 def why_not():
     """The reason why this machine or this user cannot have such hosts, None if they can."""
-    commands = "ip", "unshare", "mount", "taskset"
+    commands = "ip", "tc", "unshare", "mount", "taskset"
     if missing := [name for name in commands if shutil.which(name, path=_ENVIRONMENT["PATH"]) is None]:
         return f"network namespaces need the commands {', '.join(missing)}"
     try:
@@ -52,6 +55,13 @@ class Host(NamedTuple):
         line += ["sh", "-c", _BE_A_HOST, "sh", self.name, f"{self.folder}.hosts", *command]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return self.jobs.enter_context(subprocess.Popen(line, cwd=self.folder, env=_ENVIRONMENT, text=True, **pipes))
+
+    def set_rate(self, mbit_per_s):
+        """Limit the link in both directions."""
+        burst = max(200_000, int(mbit_per_s * 250))  # bytes: three of the largest packets, and two milliseconds
+        limit = ("rate", f"{mbit_per_s}mbit", "burst", f"{burst}", "latency", "200ms")
+        for namespace, device in ((self.namespace, "eth0"), (self.namespace.replace(self.name, "switch"), self.name)):
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *limit)
 
 
 @contextlib.contextmanager
@@ -99,3 +109,16 @@ def _namespace(name):
 
 def _run(*command):
     return subprocess.run(command, env=_ENVIRONMENT, check=True, capture_output=True, text=True).stdout
+
+
+if __name__ == "__main__":
+    number, mbit_per_s, ranks_per_host, *command = sys.argv[1:]
+    common = f"--nnodes={number} --nproc_per_node={ranks_per_host} --master_addr=10.77.0.1 --master_port=1234"
+    with make_hosts(int(number)) as hosts:
+        jobs = []
+        for host in hosts:
+            host.set_rate(float(mbit_per_s))
+            line = [sys.executable, "-m", "torch.distributed.run", *common.split(), f"--node_rank={host.number}"]
+            jobs.append(host.start(*line, os.path.abspath(command[0]), *command[1:]))
+        print(jobs[0].communicate()[0])
+        sys.exit(max(job.wait() for job in jobs))

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import statistics
 import sys
 from collections import defaultdict
 from functools import cache, partial
@@ -123,3 +124,16 @@ def test_a_frozen_host_that_holds_the_store_ends_the_others(data, tmp_path):
         job.processes[1].join(30)
         assert job.processes[1].exitcode == 1
         assert "the store of the ranks does not answer" in job.printed("stderr")
+
+
+@pytest.mark.slow("a link that is slowed down", seconds=31)
+@pytest.mark.parametrize("implementation", ["adamw", "sharded"])
+def test_a_slow_link_makes_no_rank_look_slow(data, implementation, tmp_path):
+    arguments = [*SIZES, "--gradient_accumulation_steps=3", *ARGUMENTS[implementation]]
+    with make_hosts(3) as hosts:
+        hosts[1].set_rate(10)
+        how = {"ranks": 3, "before": on(hosts, 1, faults.measure_every, 1)}
+        run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *arguments, **how).succeeded()
+    measured = [event for event in events_of(tmp_path) if "time/slowest_rank" in event]
+    assert statistics.median(event["comm/exposed_percent"] for event in measured) > 50, "the link is slow"
+    assert statistics.median(event["time/rank_spread_ms"] / event["time/step_ms"] for event in measured) < 0.1

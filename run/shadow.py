@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from distributed.exits import exit_on_wrong_input
+from distributed.launch import launched
 from distributed.ranks import print0
 from run.checkpoints import Checkpoints
 from run.guard import Guard
@@ -84,6 +85,8 @@ class Shadow:
         self._part, self._scaler = partition(optimizer), copy.deepcopy(scaler)
         self._guard = Guard(self._optimizer, self._scaler, limit, alert=lambda *_: None)
         self._autocast, self._micro_steps, self._max_norm = autocast, micro_steps, grad_clip or math.inf
+        # two numbers have the same sum in any order; `shard_gradients` may add micro-steps in another one
+        self._is_exact = launched().world_size <= 2 and micro_steps == 1 and not grad_clip
         self._losses: list[torch.Tensor] = []  # of the micro-steps of this iteration
         self._largest = torch.zeros(len(self._part.params), device=self._device)  # difference, by parameter
 
@@ -162,6 +165,8 @@ class Shadow:
             reasons.append("Newton-Schulz in bfloat16 amplifies rounding, as that of the clipped norm")
         if self._device.type == "cuda" and torch.backends.cuda.flash_sdp_enabled():
             reasons.append("attention on a GPU adds up in another order each time (without benchmarks/exact.py)")
-        why = f"; differences are expected, because {' and '.join(reasons)}" if reasons else ""
+        why = "; two ranks without clipping must find the same bits: this is a fault" if self._is_exact else ""
+        if reasons:
+            why = f"; differences are expected, because {' and '.join(reasons)}"
         name = self._names[self._part.params[worst]]
         print0(f"{after}, the largest difference from {plain} is {largest[worst]:.1e}, in {name}{why}")

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, SparseAdam
 
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
+from zero.codecs import STATE_CODECS
 
 
 class WithOwnHook(SGD):
@@ -208,6 +209,14 @@ CONSTRUCTION = {  # ValueError
         at_once(lambda: ShardedOptimizer([{"params": [nn.Parameter(torch.ones(4, 8).t())], "matrices": 1}], Muon)),
     ),
     "a learning rate": ("Invalid learning rate", a_learning_rate),
+    "a codec": (
+        f"state_dtype='int4' is not one of {', '.join(STATE_CODECS)}",
+        an_optimizer_of(lambda: torch.ones(4), state_dtype="int4"),
+    ),
+    "remainders of float64": (
+        "needs float32 masters, not torch.float64",
+        an_optimizer_of(lambda: torch.ones(4, dtype=torch.float64), param_dtype="bfloat16_remainder"),
+    ),
     "no class": ("must be a class", an_optimizer_of(lambda: torch.ones(4), "AdamW")),
     "nothing": ("must be a class", at_once(lambda: ShardedOptimizer(net().parameters()))),
     "two classes": ("two names of one argument", an_optimizer_of(lambda: torch.ones(4), optimizer_class=AdamW)),

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from blocks import Part
 from nets import TINY_MB, wrap
 from ranks import run_in_turn
 from torch import nn
@@ -148,24 +149,17 @@ def reentrant_checkpoints():
         optimizer.zero_grad()
 
 
-class Sometimes(nn.Module):
-    """Outputs that depend on the parameters if `used`."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, used):
-        x = torch.ones(1, requires_grad=True)
-        return (x * self.weight.sum() if used else 2 * x).sum()
-
-
 def a_backward_without_gradients(shard_gradients):
     """Two synchronized backwards per step. On rank 0, the first one reaches no parameter; a step is dropped in between.
 
     DistributedDataParallel hangs.
     """
-    module = Sometimes()
+    x = torch.ones(1, requires_grad=True)
+
+    def forward(part, used):
+        return (x * part.weight.sum() if used else 2 * x).sum()
+
+    module = Part(forward, weight=nn.Parameter(torch.ones(4)))
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
     model = ShardedDataParallel(module, optimizer, shard_gradients)
     for step in range(6):

@@ -55,13 +55,8 @@ def train_with_an_overflow(mode, clip, muon):
 
 
 def test_all_ranks_skip_or_none():
-    cases = [
-        ("adamw", False, False),
-        ("torch", True, False),
-        ("sharded", False, False),
-        ("sharded", True, True),
-    ]  # mode, clip, Muon
-    cases += [("gradients", True, False), ("gradients", False, True)]
+    cases = [("adamw", False, False), ("torch", True, False), ("sharded", False, False), ("sharded", True, True)]
+    cases += [("gradients", True, False), ("gradients", False, True)]  # mode, clip, Muon
     results = run_in_turn(2, *(partial(train_with_an_overflow, *case) for case in cases))
     for by_rank in results + run_in_turn(4, partial(train_with_an_overflow, "hybrid", False, False)):
         for after, scale in by_rank:

@@ -94,6 +94,14 @@ def functional_call():
     return Part(forward, inner=linear())
 
 
+def of_weight(weight):
+    return Part(lambda part, x: F.linear(x, part.weight), weight=weight)
+
+
+def before_buffer(mix):
+    return Part(lambda part, x: F.linear(part.inner(x), part.mix), inner=linear(), mix=mix)
+
+
 def strided(*shape):
     """Every other element of something."""
     return parameter(*shape, 2).data[..., 0]
@@ -206,16 +214,10 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "transposed parameter": lambda: Part(
         lambda part, x: F.linear(F.linear(x, part.weight), part.weight.t()), weight=nn.Parameter(parameter(WIDTH, 5).data.t())
     ),
-    "strided parameter": lambda: Part(lambda part, x: F.linear(x, part.weight), weight=nn.Parameter(strided(WIDTH, WIDTH))),
-    "frozen strided parameter": lambda: Part(
-        lambda part, x: F.linear(x, part.weight), weight=nn.Parameter(strided(WIDTH, WIDTH), requires_grad=False)
-    ),
-    "strided buffer": lambda: Part(
-        lambda part, x: F.linear(part.inner(x), part.mix), inner=linear(), mix=strided(WIDTH, WIDTH)
-    ),
-    "transposed buffer": lambda: Part(
-        lambda part, x: F.linear(part.inner(x), part.mix), inner=linear(), mix=parameter(WIDTH, WIDTH).data.t()
-    ),
+    "strided parameter": lambda: of_weight(nn.Parameter(strided(WIDTH, WIDTH))),
+    "frozen strided parameter": lambda: of_weight(nn.Parameter(strided(WIDTH, WIDTH), requires_grad=False)),
+    "strided buffer": lambda: before_buffer(strided(WIDTH, WIDTH)),
+    "transposed buffer": lambda: before_buffer(parameter(WIDTH, WIDTH).data.t()),
     "expanded buffer": expanded_buffer,
     "buffers that share memory": buffers_that_share_memory,
     "no elements": lambda: Part(lambda part, x: part.inner(x) + part.none.sum(), inner=linear(), none=parameter(0, WIDTH)),

@@ -241,15 +241,18 @@ def train(description, plain):
     average = copy.deepcopy(model) if description.average else None
     found = {}
 
-    def clear():
-        of = {"optimizer": optimizer, "wrapper": wrapper, "module": model}[description.zero_grad]
-        of.zero_grad(set_to_none=description.set_to_none)
+    synchronize = optimizer.synchronize if description.overlap and not plain else int
+
+    def clear_if(when):
+        if when == description.zero_when:
+            of = {"optimizer": optimizer, "wrapper": wrapper, "module": model}[description.zero_grad]
+            of.zero_grad(set_to_none=description.set_to_none)
 
     for step in range(STEPS):
         for micro_step in range(description.micro_steps):
             last = micro_step == description.micro_steps - 1
-            if description.zero_when == "before forward" and micro_step == 0:
-                clear()
+            if micro_step == 0:
+                clear_if("before forward")
             skip = contextlib.nullcontext()
             if not by_hand and description.no_sync == "context" and not last:
                 skip = wrapper.no_sync()
@@ -257,8 +260,8 @@ def train(description, plain):
                 wrapper.require_backward_grad_sync = last
             with skip:
                 loss = loss_of(wrapper, step, micro_step)
-                if description.zero_when == "before backward" and micro_step == 0:
-                    clear()
+                if micro_step == 0:
+                    clear_if("before backward")
                 (loss / description.micro_steps).backward()
             found[f"loss {step}.{micro_step}"] = loss.detach()
         if by_hand:
@@ -270,9 +273,8 @@ def train(description, plain):
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
         optimizer.step()
-        if description.overlap and average is not None and not plain:
-            optimizer.synchronize()
         if average is not None:
+            synchronize()
             for mean, value in zip(average.parameters(), copy.deepcopy(model).parameters(), strict=True):
                 mean.data.lerp_(value.data, 0.5)
         if description.evaluate:
@@ -280,10 +282,8 @@ def train(description, plain):
             with torch.no_grad():
                 found[f"evaluation {step}"] = loss_of(wrapper if description.evaluate == "wrapper" else model, step, 9)
             wrapper.train()
-        if description.zero_when == "after step":
-            clear()
-    if isinstance(optimizer, ShardedOptimizer) and description.overlap:
-        optimizer.synchronize()
+        clear_if("after step")
+    synchronize()
     if description.is_rounded():
         assert_same_on_all_ranks(params)
     found |= {name: param.detach().clone() for name, param in model.named_parameters()}

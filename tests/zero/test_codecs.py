@@ -24,8 +24,7 @@ CODECS = {
     "int8": {"state_dtype": "int8"},
     "remainder": {"param_dtype": "bfloat16_remainder"},
     "both": {"param_dtype": "bfloat16_remainder", "state_dtype": "int8"},
-}
-WITHOUT_STEP = {  # classes that do not count steps
+    # of classes that do not count steps
     "sgd": {"optimizer_cls": torch.optim.SGD, "momentum": 0.9, "state_dtype": "bfloat16"},
     "muon": {"optimizer_cls": Muon, "state_dtype": "bfloat16"},
 }
@@ -160,7 +159,7 @@ def masters_of(optimizer):
 
 def save_and_resume(name, shard_gradients):
     """A run of 2 * STEPS without and with an interruption. The resumed one begins with other weights."""
-    kwargs = (CODECS | WITHOUT_STEP)[name]
+    kwargs = CODECS[name]
     model, optimizer = sharded_toy(shard_gradients=shard_gradients, **kwargs)
     train(model, optimizer, dist.get_rank(), STEPS)
     encoded = [value for state in optimizer.inner.state.values() for value in state.values() if isinstance(value, Encoded)]
@@ -186,7 +185,7 @@ def goes_on_alike(model, optimizer, **kwargs):
 
 def skip_and_resume(name):
     """In the fourth step, a scaler has found an inf: the update changes neither weights nor state."""
-    rank, kwargs = dist.get_rank(), {"fused": True, **(CODECS | WITHOUT_STEP)[name]}
+    rank, kwargs = dist.get_rank(), {"fused": True, **CODECS[name]}
     model, optimizer = sharded_toy(**kwargs)
     train(model, optimizer, rank, STEPS - 1)
     before, state = weights(model), ckpt.consolidate(optimizer)

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from blocks import Part
-from nets import TINY_MB, wrap
+from nets import wrap
 from ranks import run_in_turn
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint_sequential
 from toy import batch, largest_difference, make_toy, sharded_toy, train, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer
@@ -134,12 +134,9 @@ def a_gradient_that_somebody_keeps():
 
 def reentrant_checkpoints():
     """Each calls backward within backward; every bucket is sent once."""
-    torch.manual_seed(0)
-    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(7)])
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=TINY_MB)
-    whole = nn.Sequential(module)
-    whole.forward = lambda x: functools.reduce(lambda x, part: checkpoint(part, x, use_reentrant=True), module, x)
-    model = ShardedDataParallel(whole, optimizer)
+    layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(7)])
+    module = Part(lambda part, x: checkpoint_sequential(part.layers, 7, x, use_reentrant=True), layers=layers)
+    model, optimizer = wrap(module)
     assert len(optimizer.buckets) > 7
     nbytes = sum(bucket.data.nbytes for bucket in optimizer.buckets) // 2
     for step in range(2):

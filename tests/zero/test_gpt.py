@@ -8,27 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn
-from toy import largest_difference, train, weights
+from toy import MODES, largest_difference, train, weights
 
 from model import GPT, GPTConfig
 from zero.build import build
-from zero.flags import Flags
 
 STEPS = 10
-MODES = {
-    "adamw": Flags(use_zero1=False),
-    "torch": Flags(zero1_impl="torch"),
-    "sharded": Flags(bucket_mb=0.02),
-    "gradients": Flags(bucket_mb=0.02, shard_gradients=True),
-}
 
 
-def make(mode, compile_blocks=False, **overrides):
+def make(mode, compile_blocks=False, bucket_mb=0.02):
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=16, vocab_size=33, n_layer=2, n_head=2, n_embd=32, dropout=0.0, bias=False))
     if compile_blocks:
         model.compile_blocks()
-    flags = replace(MODES[mode], **overrides)
+    flags = replace(MODES[mode], bucket_mb=bucket_mb)
     return build(model, model.param_groups(0.1), flags, overlap=model.blocks, lr=1.2e-3, betas=(0.9, 0.95))
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import run_in_turn
 from toy import batch, build_toy, largest_difference, weights
 
-from zero import ShardedGradScaler, ShardedOptimizer
+from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
 from zero.build import clip_grad_norm_
 from zero.flags import Flags
 from zero.sharded_state import partition
@@ -80,10 +80,21 @@ def test_whole_gradients():
     run_in_turn(2, whole_gradients)
 
 
-def test_whole_float16_gradients_are_refused():
-    """As torch.amp.GradScaler does."""
-    param, scaler = torch.nn.Parameter(torch.ones(3)), ShardedGradScaler("cpu")
-    optimizer = ShardedOptimizer([param], torch.optim.SGD, lr=1.0, param_dtype="float16")
-    param.grad = scaler.scale(torch.ones(3)).half()
+def test_float16_gradients_are_unscaled_in_float32():
+    """Whole ones are refused, as torch.amp.GradScaler does."""
+    module = torch.nn.Linear(3, 2, bias=False)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=1.0, param_dtype="float16")
+
+    def backward(model):
+        scaler = ShardedGradScaler("cpu", init_scale=4.0)
+        scaler.scale(model(torch.ones(1, 3).half()).float().sum()).backward()
+        return scaler
+
     with pytest.raises(ValueError, match="wrap the model"):
-        scaler.unscale_(optimizer)
+        backward(module).unscale_(optimizer)
+    optimizer.zero_grad()
+    before, scaler = module.weight.tolist(), backward(ShardedDataParallel(module, optimizer))
+    scaler.unscale_(optimizer)
+    assert [(owned.local.grad.dtype, owned.local.grad.tolist()) for owned in optimizer.owned] == [(torch.float32, [1.0] * 6)]
+    scaler.step(optimizer)
+    assert module.weight.tolist() != before

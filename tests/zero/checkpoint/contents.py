@@ -61,6 +61,14 @@ def restore(optimizer, path):
     return checkpoint
 
 
+def damaged(whole, rng, count):
+    """So many times, the bytes of a file that was cut off, and of one in which a bit has changed."""
+    for _ in range(count):
+        position = rng.randrange(len(whole))
+        yield whole[:position]
+        yield whole[:position] + bytes([whole[position] ^ (1 << rng.randrange(8))]) + whole[position + 1 :]
+
+
 def assert_same_contents(a, b):
     for key in ("model", "optimizer", "model_args", "iter_num", "config"):
         assert_equal(a[key], b[key], key)

@@ -8,11 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from contents import CHECKPOINT, VALUES, Hostile, iterations, numbered, save_alone
+from contents import CHECKPOINT, VALUES, Hostile, damaged, iterations, numbered, save_alone
 from toy import assert_equal, make_toy
 
 from zero import checkpoint as ckpt
-from zero.checkpoint.files import corruption_message
 from zero.checkpoint.store import commit
 
 
@@ -77,12 +76,8 @@ def damages(whole, tmp_path):
     yield "torn head", b"PK\x03\x04 torn"
     yield "only the end", whole[-100:]
     yield "twice", whole[: len(whole) // 2] * 2
-    for number in range(80):
-        yield f"truncated {number}", whole[: rng.randrange(1, len(whole))]
-    for number in range(80):
-        position = rng.randrange(len(whole))
-        flipped = whole[position] ^ (1 << rng.randrange(8))
-        yield f"flipped {number}", whole[:position] + bytes([flipped]) + whole[position + 1 :]
+    for number, changed in enumerate(damaged(whole, rng, 80)):
+        yield f"{'flipped' if len(changed) == len(whole) else 'truncated'} {number}", changed
     for number in range(20):
         position = rng.randrange(len(whole) - 512)
         yield f"zeroed {number}", whole[:position] + bytes(512) + whole[position + 512 :]
@@ -104,10 +99,10 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
     commit(numbered(2), None, str(folder))
     whole = (folder / "ckpt.pt").read_bytes()
     count = unharmed = 0
-    for name, damaged in damages(whole, tmp_path):
+    for name, contents in damages(whole, tmp_path):
         count += 1
         for place in (folder, alone):
-            (place / "ckpt.pt").write_bytes(damaged)
+            (place / "ckpt.pt").write_bytes(contents)
         path, warning = ckpt.find(str(folder))
         checkpoint = ckpt.load(path)
         for key in ("model", "optimizer"):
@@ -122,6 +117,7 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
         with pytest.raises(ckpt.CheckpointError, match=r"ckpt\.pt") as caught:
             ckpt.find(str(alone))
         assert "\n" not in str(caught.value)
+        assert not re.search("Weights only load failed|: $", str(caught.value)), "the reason itself"
     assert count == 196
     assert unharmed < 25, "damage in the padding only"
     assert not os.path.exists("hostile-code-ran")
@@ -138,14 +134,6 @@ def test_only_what_a_file_refers_to_is_kept(tmp_path):
     (tmp_path / "exported.pt").write_bytes(b"of somebody else")
     save_alone(tmp_path, 7, keep=1)
     assert iterations(tmp_path) == [4, 6, 7], "the copy needs the fourth"
-    torn, others = tmp_path / f"shards_00000008_{8:08x}.tmp", ["shards_of_my_data", "shards_notes", "shards_00000008.tmp"]
-    for folder in (torn.name, *others):
-        (tmp_path / folder).mkdir()
-    ckpt.CheckpointWriter(str(tmp_path))
-    assert not torn.exists()
-    assert all((tmp_path / folder).exists() for folder in others)
-    for folder in others:
-        (tmp_path / folder).rmdir()
     os.rename(tmp_path / "ckpt.pt", tmp_path / "moved.pth")
     save_alone(tmp_path, 9)
     save_alone(tmp_path, 10)
@@ -183,15 +171,3 @@ def test_a_commit_that_fails_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("no more names")))
     save_alone(tmp_path, 2)
     assert sorted(os.listdir(tmp_path)) == before
-
-
-@pytest.mark.parametrize(
-    ("reason", "expected"),
-    [
-        ("first line\nsecond line", "x is damaged, or not a checkpoint: first line"),
-        ("Weights only load failed. Read this\nbad magic", "x is damaged, or not a checkpoint: bad magic"),
-        (EOFError(), "x is damaged, or not a checkpoint: EOFError"),
-    ],
-)
-def test_one_line_on_a_damaged_file(reason, expected):
-    assert corruption_message("x", reason) == expected

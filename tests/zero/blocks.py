@@ -3,6 +3,7 @@
 import types
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -51,11 +52,12 @@ def weight_norm_legacy():
         return weight_norm(linear())
 
 
-def used_when(condition):
+def used_when(condition, use=lambda layer, x: layer(x)):
     """One layer that is used always, and one that is used when `condition()` says so."""
 
     def forward(part, x):
-        return part.always(x) + part.sometimes(x) if condition() else part.always(x)
+        x = torch.tanh(part.always(x))
+        return x + use(part.sometimes, x) if condition() else x
 
     return Part(forward, always=linear(), sometimes=linear())
 
@@ -160,16 +162,6 @@ def same_module_in_several_checkpoints(use_reentrant):
     return Part(forward, inner=linear())
 
 
-def checkpoint_on_one_rank():
-    """A backward within backward that only one rank has."""
-
-    def forward(part, x):
-        x = torch.tanh(part.always(x))
-        return checkpoint(part.sometimes, x, use_reentrant=True) if now.rank == 1 else x
-
-    return Part(forward, always=linear(), sometimes=linear())
-
-
 def checkpoint_of_part(use_reentrant):
     """The weight of a child is read within a checkpoint, and the child called outside of it."""
 
@@ -232,7 +224,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "inner gradient": inner_gradient,
     "one module in several reentrant checkpoints": lambda: same_module_in_several_checkpoints(True),
     "one module in several checkpoints": lambda: same_module_in_several_checkpoints(False),
-    "reentrant checkpoint on one rank": checkpoint_on_one_rank,
+    "reentrant checkpoint on one rank": lambda: used_when(lambda: now.rank == 1, partial(checkpoint, use_reentrant=True)),
     "read in a reentrant checkpoint": lambda: checkpoint_of_part(True),
     "read in a checkpoint": lambda: checkpoint_of_part(False),
 }

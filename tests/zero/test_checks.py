@@ -300,11 +300,6 @@ def is_refused(error, message, number):
         next(steps, None)
 
 
-def test_refusals():
-    cases = [(error, message) for error, messages in KINDS.items() for message in messages]
-    run_in_turn(2, *(partial(is_refused, *case, n) for case in cases for n in range(len(KINDS[case[0]][case[1]]))))
-
-
 def what_is_admitted():
     module = net()
     model, optimizer = wrap(module)
@@ -324,5 +319,6 @@ def what_is_admitted():
     ShardedOptimizer(module.parameters(), SGD, param_dtype="bfloat16")
 
 
-def test_what_is_admitted():
-    run_in_turn(2, what_is_admitted)
+def test_refusals_and_what_is_admitted():
+    each = [(error, message, n) for error, of in KINDS.items() for message, cases in of.items() for n in range(len(cases))]
+    run_in_turn(2, what_is_admitted, *(partial(is_refused, *case) for case in each))

@@ -104,11 +104,6 @@ def without_state():
                 optimizer.step()
 
 
-def test_state_dicts():
-    run_in_turn(2, partial(state_dicts, 0), partial(state_dicts, 1, parameters_as_bucket_view=True), without_state)
-    run_in_turn(4, partial(state_dicts, 3, shard_size=2))
-
-
 def what_distributed_checkpoint_does():
     """It makes a step without gradients where `state` looks empty, and renames the entries of what it gets."""
     module, oracle = net(), net()
@@ -130,8 +125,10 @@ def what_distributed_checkpoint_does():
     assert_equal(weights(module), weights(oracle))
 
 
-def test_distributed_checkpoint():
-    run_in_turn(2, what_distributed_checkpoint_does)
+def test_state_dicts():
+    as_views = partial(state_dicts, 1, parameters_as_bucket_view=True)
+    run_in_turn(2, partial(state_dicts, 0), as_views, without_state, what_distributed_checkpoint_does)
+    run_in_turn(4, partial(state_dicts, 3, shard_size=2))
 
 
 # -- add_param_group ---------------------------------------------------------------------------------------------------
@@ -161,21 +158,16 @@ def grow(model, optimizer, stage):
         optimizer.add_param_group({"params": model.layers[1].parameters()})
 
 
-def trained_in_stages(pairs):
-    for stage in range(3):
-        for step in range(3):
-            step_of_each(10 * stage + step, *pairs)
-        for model, optimizer in pairs if stage < 2 else ():
-            grow(model, optimizer, stage)
-
-
 def groups_are_added(optimizer_class=Adam, exact=True, **options):
     (model, optimizer), (oracle, plain) = pairs = [
         tower(ShardedOptimizer, optimizer_class=optimizer_class, bucket_mb=TINY_MB, **options),
         tower(optimizer_class),
     ]
     places = {name: param.data_ptr() for name, param in model.named_parameters() if param.requires_grad}
-    trained_in_stages(pairs)
+    for step in range(9):
+        for pair in pairs if step in (3, 6) else ():
+            grow(*pair, stage=step // 3 - 1)
+        step_of_each(step, *pairs)
     assert all(model.get_parameter(name).data_ptr() == place for name, place in places.items()), "the others do not move"
     whole = consolidate(optimizer)
     if exact:

@@ -49,8 +49,7 @@ def test_state_that_is_kept_by_row_and_column(tmp_path):
 
 def test_damaged_shards(tmp_path):
     """Each falls back to the checkpoint before, and is named in one line."""
-    save_alone(tmp_path, 1)
-    save_alone(tmp_path, 2)
+    save_alone(tmp_path, 1, 2)
     [shards] = [tmp_path / name for name in os.listdir(tmp_path) if name.startswith("shards_00000002")]
     rng, count = random.Random(0), 0
     assert sorted(os.listdir(shards)) == [".metadata", "__0_0.distcp"]

@@ -106,9 +106,8 @@ def a_second_backward_after_the_step(is_wrapped):
 
 
 def a_sparse_gradient(is_wrapped):
-    embedding = nn.Embedding(5, 3, sparse=True)
-    optimizer = ShardedOptimizer(embedding.parameters(), SGD, lr=0.1)
-    model = ShardedDataParallel(embedding, optimizer) if is_wrapped else embedding
+    module = nn.Embedding(5, 3, sparse=True)
+    model, optimizer = wrap(module, SGD) if is_wrapped else (module, ShardedOptimizer(module.parameters(), SGD, lr=0.1))
     yield
     model(torch.tensor([1])).sum().backward()
     optimizer.step()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 from toy import batch, largest_difference, make_toy, sharded_toy, train, weights
 
-from zero import ShardedDataParallel, ShardedOptimizer
+from zero import ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.reducer import BucketGradients
 
@@ -123,8 +123,7 @@ def a_gradient_that_somebody_keeps():
     module, kept = nn.Linear(2, 1, bias=False), []
     module.weight.register_hook(kept.append)
     nn.init.ones_(module.weight)
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
-    model = ShardedDataParallel(module, optimizer)
+    model, optimizer = wrap(module, torch.optim.SGD, lr=0.1)
     for model.require_backward_grad_sync in (True, False, True):
         model(torch.ones(1, 2)).sum().backward()
         kept[-1].zero_()
@@ -157,8 +156,7 @@ def a_backward_without_gradients(shard_gradients):
         return (x * part.weight.sum() if used else 2 * x).sum()
 
     module = Part(forward, weight=nn.Parameter(torch.ones(4)))
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
-    model = ShardedDataParallel(module, optimizer, shard_gradients)
+    model, optimizer = wrap(module, torch.optim.SGD, lr=0.1, shard_gradients=shard_gradients)
     for step in range(6):
         for used in (dist.get_rank() > 0, step % 3 < 2):
             model(used).backward()
@@ -200,8 +198,7 @@ def calls():
 def buckets_that_nobody_has_filled():
     """The zeros of parameters without a gradient are sent bucket by bucket: not all of them exist at once."""
     layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(9))
-    optimizer = ShardedOptimizer(layers.parameters(), torch.optim.AdamW, bucket_mb=64 * 4 / 1e6)
-    model = ShardedDataParallel(layers, optimizer)
+    model, optimizer = wrap(layers, bucket_mb=64 * 4 / 1e6)
     alive, places = [], BucketGradients.places
 
     def counting(gradients):

@@ -68,13 +68,6 @@ def compiled_and_not():
     return {**found, "counts": {"breaks and later graphs": torch.tensor(counts)}}
 
 
-def test_compiled_blocks_train_as_under_ddp(of_two_ranks):
-    for result in of_two_ranks[0]:
-        assert largest_difference(result["sharded"], result["adamw"]) == 0.0
-        assert largest_difference(result["sharded"], result["eager"]) <= 1e-4  # the compiler rounds in its own way
-        assert not result["counts"]["breaks and later graphs"].any(), "a block and the loss are one graph each, compiled once"
-
-
 def order_of_events(compile_blocks):
     """What happens in the second step: bucket i's reduction starts ("r", i), layer i is reached by backward or forward."""
     model, optimizer = make("sharded", compile_blocks, bucket_mb=0.04)
@@ -97,14 +90,14 @@ def order_of_events(compile_blocks):
     return events[events.index(("backward", 0)) + 1 :]
 
 
-@pytest.fixture(scope="module")
-def of_two_ranks():
-    """Compiled only once."""
-    return run_in_turn(2, compiled_and_not, *(partial(order_of_events, compile_blocks) for compile_blocks in (False, True)))
-
-
-def test_communication_overlaps_with_computation(of_two_ranks):
-    for events in itertools.chain(*of_two_ranks[1:]):
+def test_compiled_blocks_train_as_under_ddp_and_communication_overlaps_with_computation():
+    orders = [partial(order_of_events, compile_blocks) for compile_blocks in (False, True)]
+    compiled, *events_of_orders = run_in_turn(2, compiled_and_not, *orders)
+    for result in compiled:
+        assert largest_difference(result["sharded"], result["adamw"]) == 0.0
+        assert largest_difference(result["sharded"], result["eager"]) <= 1e-4  # the compiler rounds in its own way
+        assert not result["counts"]["breaks and later graphs"].any(), "a block and the loss are one graph each, compiled once"
+    for events in itertools.chain(*events_of_orders):
         assert events.index(("reduce", 0)) < events.index(("backward", 0)), "the first reduction waits for backward's end"
         in_flight = [count for event, count in events[: events.index(("forward", 0))] if event == "gathers in flight"]
         assert in_flight, "nobody waits before the first block"

@@ -98,7 +98,7 @@ def a_compiled_whole_waits():
 def a_tied_weight_is_there_for_both():
     """A weight of a unit that is read outside of it first, as the embedding that is tied to the head. And one of the loss."""
     with late_gathers():
-        module, scale = net(8), nn.Parameter(torch.ones(8))
+        module, scale = net(8), nn.Parameter(torch.ones(16, 1, 8))  # in buckets of its own
         module[2].weight = module[0].weight
         optimizer = ShardedOptimizer([*module.parameters(), scale], torch.optim.AdamW, bucket_mb=TINY_MB)
         model = ShardedDataParallel(module, optimizer, overlap=[module[2]])

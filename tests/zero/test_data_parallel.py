@@ -11,7 +11,7 @@ from blocks import Part
 from nets import wrap
 from ranks import run_in_turn
 from torch import nn
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 from toy import batch, largest_difference, make_toy, sharded_toy, train, weights
 
 from zero import ShardedOptimizer
@@ -133,9 +133,13 @@ def a_gradient_that_somebody_keeps():
 
 def reentrant_checkpoints():
     """Each calls backward within backward; every bucket is sent once."""
-    layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(7)])
-    module = Part(lambda part, x: checkpoint_sequential(part.layers, 7, x, use_reentrant=True), layers=layers)
-    model, optimizer = wrap(module)
+
+    def forward(part, x):
+        for layer in part.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+    model, optimizer = wrap(Part(forward, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(7))))
     assert len(optimizer.buckets) > 7
     nbytes = sum(bucket.data.nbytes for bucket in optimizer.buckets) // 2
     for step in range(2):

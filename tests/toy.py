@@ -1,6 +1,7 @@
 """A small model with everything that trips sharded optimizers, and the oracle: plain AdamW on the mean gradient."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -96,6 +97,13 @@ def train(model, optimizer, rank, steps, clip=0.0, first=0, micro_steps=1, decay
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     getattr(optimizer, "synchronize", int)()  # with overlap
+
+
+def of_rank_0(value):
+    """What rank 0 passes, on all ranks."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def weights(model):

@@ -3,6 +3,7 @@
 import types
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -51,11 +52,12 @@ def weight_norm_legacy():
         return weight_norm(linear())
 
 
-def used_when(condition):
+def used_when(condition, use=lambda layer, x: layer(x)):
     """One layer that is used always, and one that is used when `condition()` says so."""
 
     def forward(part, x):
-        return part.always(x) + part.sometimes(x) if condition() else part.always(x)
+        x = torch.tanh(part.always(x))
+        return x + use(part.sometimes, x) if condition() else x
 
     return Part(forward, always=linear(), sometimes=linear())
 
@@ -92,6 +94,14 @@ def functional_call():
         return torch.func.functional_call(part.inner, changed, x)
 
     return Part(forward, inner=linear())
+
+
+def of_weight(weight):
+    return Part(lambda part, x: F.linear(x, part.weight), weight=weight)
+
+
+def before_buffer(mix):
+    return Part(lambda part, x: F.linear(part.inner(x), part.mix), inner=linear(), mix=mix)
 
 
 def strided(*shape):
@@ -152,16 +162,6 @@ def same_module_in_several_checkpoints(use_reentrant):
     return Part(forward, inner=linear())
 
 
-def checkpoint_on_one_rank():
-    """A backward within backward that only one rank has."""
-
-    def forward(part, x):
-        x = torch.tanh(part.always(x))
-        return checkpoint(part.sometimes, x, use_reentrant=True) if now.rank == 1 else x
-
-    return Part(forward, always=linear(), sometimes=linear())
-
-
 def checkpoint_of_part(use_reentrant):
     """The weight of a child is read within a checkpoint, and the child called outside of it."""
 
@@ -206,16 +206,10 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "transposed parameter": lambda: Part(
         lambda part, x: F.linear(F.linear(x, part.weight), part.weight.t()), weight=nn.Parameter(parameter(WIDTH, 5).data.t())
     ),
-    "strided parameter": lambda: Part(lambda part, x: F.linear(x, part.weight), weight=nn.Parameter(strided(WIDTH, WIDTH))),
-    "frozen strided parameter": lambda: Part(
-        lambda part, x: F.linear(x, part.weight), weight=nn.Parameter(strided(WIDTH, WIDTH), requires_grad=False)
-    ),
-    "strided buffer": lambda: Part(
-        lambda part, x: F.linear(part.inner(x), part.mix), inner=linear(), mix=strided(WIDTH, WIDTH)
-    ),
-    "transposed buffer": lambda: Part(
-        lambda part, x: F.linear(part.inner(x), part.mix), inner=linear(), mix=parameter(WIDTH, WIDTH).data.t()
-    ),
+    "strided parameter": lambda: of_weight(nn.Parameter(strided(WIDTH, WIDTH))),
+    "frozen strided parameter": lambda: of_weight(nn.Parameter(strided(WIDTH, WIDTH), requires_grad=False)),
+    "strided buffer": lambda: before_buffer(strided(WIDTH, WIDTH)),
+    "transposed buffer": lambda: before_buffer(parameter(WIDTH, WIDTH).data.t()),
     "expanded buffer": expanded_buffer,
     "buffers that share memory": buffers_that_share_memory,
     "no elements": lambda: Part(lambda part, x: part.inner(x) + part.none.sum(), inner=linear(), none=parameter(0, WIDTH)),
@@ -230,7 +224,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "inner gradient": inner_gradient,
     "one module in several reentrant checkpoints": lambda: same_module_in_several_checkpoints(True),
     "one module in several checkpoints": lambda: same_module_in_several_checkpoints(False),
-    "reentrant checkpoint on one rank": checkpoint_on_one_rank,
+    "reentrant checkpoint on one rank": lambda: used_when(lambda: now.rank == 1, partial(checkpoint, use_reentrant=True)),
     "read in a reentrant checkpoint": lambda: checkpoint_of_part(True),
     "read in a checkpoint": lambda: checkpoint_of_part(False),
 }

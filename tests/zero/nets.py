@@ -1,6 +1,7 @@
 """A small net, wrapped, a backward on it, and gathers that come late; what several tests of the engine share."""
 
 import contextlib
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -19,8 +20,8 @@ def net(outputs=3):
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, outputs))
 
 
-def wrap(module, bucket_mb=TINY_MB, param_dtype="float32", **kwargs):
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=bucket_mb, param_dtype=param_dtype, lr=0.01)
+def wrap(module, cls=torch.optim.AdamW, lr=0.01, bucket_mb=TINY_MB, param_dtype="float32", **kwargs):
+    optimizer = ShardedOptimizer(module.parameters(), cls, bucket_mb=bucket_mb, param_dtype=param_dtype, lr=lr)
     return ShardedDataParallel(module, optimizer, **kwargs), optimizer
 
 
@@ -46,21 +47,11 @@ def average_gradients(params):
             param.grad.copy_(share)
 
 
-class Late:
-    """A gather whose result is there only when somebody waits for it; until then all but the own shard is nan."""
-
-    def __init__(self, bucket, received, works):
-        self.bucket, self.received, self.works = bucket, received, works
-
-    def wait(self):
-        for work in self.works:
-            work.wait()
-        with _disable_current_modes():  # a real gather is no operation of this thread
-            self.bucket.copy_(self.received)
-
-
 def late_gathers(ever=True):
-    """In the block, the gathers of this rank are late. If not `ever`, they never arrive, a defect that must be found."""
+    """In the block, the gathers of this rank are there only when somebody waits for them; until then all other shards are nan.
+
+    If not `ever`, they never arrive, a defect that must be found.
+    """
     all_gather = Communicator.all_gather
 
     def gather(comm, bucket):
@@ -69,7 +60,14 @@ def late_gathers(ever=True):
         for owner, shard in enumerate(bucket.chunk(comm.shard_size)):
             if owner != comm.rank:
                 shard.fill_(float("nan"))
-        return [Late(bucket, received, works)] if ever else works
+
+        def wait():
+            for work in works:
+                work.wait()
+            with _disable_current_modes():  # a real gather is no operation of this thread
+                bucket.copy_(received)
+
+        return [SimpleNamespace(wait=wait)] if ever else works
 
     return mock.patch.object(Communicator, "all_gather", gather)
 

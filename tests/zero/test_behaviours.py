@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from blocks import Part
 from nets import TINY_MB, backward, inputs, late_on_the_last_rank, net
 from ranks import run_in_turn
 from torch import nn
@@ -216,22 +217,18 @@ def no_sync(forward_inside, backward_inside, then_synchronized, model, module, s
         backward(model, step + 40)
 
 
-class Buffers(nn.Module):
+def with_buffers(registers=False):
     """Buffers that forward writes, differently on each rank, or registers on one."""
 
-    def __init__(self, registers=False):
-        super().__init__()
-        self.inner, self.registers = net(), registers
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(3))
+    def forward(part, x):
+        y = part.inner(x)
+        part.calls += 1 + dist.get_rank()
+        part.mean.lerp_(y.detach().mean(0), 0.5)
+        if registers and dist.get_rank() == 1:
+            part.register_buffer("more", torch.zeros(3))
+        return y + 0.1 * part.mean
 
-    def forward(self, x):
-        y = self.inner(x)
-        self.calls += 1 + dist.get_rank()
-        self.mean.lerp_(y.detach().mean(0), 0.5)
-        if self.registers and dist.get_rank() == 1:
-            self.register_buffer("more", torch.zeros(3))
-        return y + 0.1 * self.mean
+    return Part(forward, inner=net(), calls=torch.zeros((), dtype=torch.int64), mean=torch.zeros(3))
 
 
 def evaluated_after_step(model, module, optimizer, step):
@@ -403,7 +400,7 @@ BEHAVIOURS = {
     "no_sync": loop(partial(no_sync, True, True, True)),
     "no_sync around forward": loop(partial(no_sync, True, False, True)),
     "no_sync around backward": loop(partial(no_sync, False, True, True)),
-    "buffers": loop(partial(no_sync, True, True, True), Buffers, evaluated_after_step),
+    "buffers": loop(partial(no_sync, True, True, True), with_buffers, evaluated_after_step),
     "freeze": loop(between=lambda module, step: module[0].requires_grad_(step % 2 == 0)),
     "prune": loop(between=lambda module, step: step == 1 and prune.l1_unstructured(module[0], "weight", 0.3)),
     "load": loop(between=partial(load, True)),
@@ -430,7 +427,7 @@ BEHAVIOURS = {
     ),
 }
 REFUSED = {
-    "a buffer on one rank": (loop(make=partial(Buffers, True)), "buffers differ between the ranks"),
+    "a buffer on one rank": (loop(make=partial(with_buffers, True)), "buffers differ between the ranks"),
     "no_sync around the last backward": (loop(partial(no_sync, False, True, False)), "must run outside of no_sync"),
 }
 
@@ -448,9 +445,5 @@ def is_refused(name):
         trains(Wrap(sharded=True))
 
 
-def test_behaviours_are_those_of_torchs_own():
-    run_in_turn(2, *(partial(is_torchs_own, name) for name in BEHAVIOURS))
-
-
-def test_what_differs_is_refused():
-    run_in_turn(2, *(partial(is_refused, name) for name in REFUSED))
+def test_behaviours_are_those_of_torchs_own_or_refused():
+    run_in_turn(2, *(partial(is_torchs_own, name) for name in BEHAVIOURS), *(partial(is_refused, name) for name in REFUSED))

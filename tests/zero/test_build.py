@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn
-from toy import MODES, assert_equal, batch, build_toy, make_toy, train, weights
+from toy import MODES, assert_equal, build_toy, make_toy, train, weights
 
 from forecast.modes import without_effect
 from run.memory_meter import describe
-from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.build import build
 from zero.flags import Flags
@@ -50,6 +49,8 @@ def flags_that_do_not_go_together():
     ):
         with pytest.raises(ValueError, match=message):
             build(model, groups, Flags(**flags))
+    with pytest.raises(ValueError, match="param_dtype and state_dtype do not support device=mps"):
+        build(model, groups, Flags(state_dtype="int8"), device=torch.device("mps"))
     with pytest.raises(ValueError, match="Invalid learning rate"):
         build(model, groups, lr=-1.0)
     for others in ({"use_zero1": False}, {"zero1_impl": "torch"}):
@@ -110,23 +111,6 @@ def test_remainders_are_float32_masters(muon):
     assert held[0] == 2 * held[1] > 0
     assert_equal(*ends)
     assert {tensor.dtype for name, tensor in ends[0][0].items()} == {torch.bfloat16}
-
-
-def test_a_scaler_unscales_float16_in_float32():
-    model = make_toy()
-    optimizer = ShardedOptimizer(model.param_groups(), torch.optim.AdamW, param_dtype="float16", lr=0.01)
-    wrapped, scaler = ShardedDataParallel(model, optimizer), ShardedGradScaler("cpu", init_scale=4.0)
-    before = weights(model)
-    scaler.scale(wrapped(*batch(0, 0))).backward()
-    scaler.unscale_(optimizer)
-    assert {owned.local.grad.dtype for owned in optimizer.owned if owned.local.grad is not None} == {torch.float32}
-    scaler.step(optimizer)
-    assert not torch.equal(weights(model)["hidden.weight"], before["hidden.weight"])
-
-
-def test_mps_is_refused():
-    with pytest.raises(ValueError, match="param_dtype and state_dtype do not support device=mps"):
-        build(model := make_toy(), model.param_groups(), Flags(state_dtype="int8"), device=torch.device("mps"))
 
 
 def test_parameters_move_while_their_gpu_is_the_current_one(monkeypatch):

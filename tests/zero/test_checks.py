@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, SparseAdam
 
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
+from zero.codecs import STATE_CODECS
 
 
 class WithOwnHook(SGD):
@@ -105,9 +106,8 @@ def a_second_backward_after_the_step(is_wrapped):
 
 
 def a_sparse_gradient(is_wrapped):
-    embedding = nn.Embedding(5, 3, sparse=True)
-    optimizer = ShardedOptimizer(embedding.parameters(), SGD, lr=0.1)
-    model = ShardedDataParallel(embedding, optimizer) if is_wrapped else embedding
+    module = nn.Embedding(5, 3, sparse=True)
+    model, optimizer = wrap(module, SGD) if is_wrapped else (module, ShardedOptimizer(module.parameters(), SGD, lr=0.1))
     yield
     model(torch.tensor([1])).sum().backward()
     optimizer.step()
@@ -177,53 +177,48 @@ def of_the_optimizer(use):
     return steps
 
 
-DIFFERS = {  # a model on rank 1
-    "a shape": lambda module: module.__setitem__(2, nn.Linear(8, 4)),
-    "a dtype": lambda module: module[2].bfloat16(),
-    "strides": lambda module: setattr(module[0], "weight", nn.Parameter(module[0].weight.data.t())),
-    "a frozen parameter": lambda module: module[0].bias.requires_grad_(False),
-    "a name": lambda module: module.insert(1, nn.Tanh()),
-    "a buffer": lambda module: module.register_buffer("more", torch.zeros(3)),
-}
-NOT_AVERAGED = r"the gradient of a parameter of shape .* on one rank and .*average the gradients"
-INPLACE, CONSOLIDATE = "modified by an inplace operation", r"consolidate_state_dict\(\)"
-DIVIDED = r"the optimizer state is divided among the ranks.*read this rank's slices in optimizer\.inner\.state"
-STATE = {  # uses of the state of parameters
-    "[]": lambda state, weight: state[weight],
-    "in": lambda state, weight: weight in state,
-    "get": lambda state, weight: state.get(weight),
-    "setdefault": lambda state, weight: state.setdefault(weight, {}),
-}
-# case: the message of its error, and what is done, where what comes after `yield` must raise it
+DIFFERS = [  # how a model is changed on rank 1
+    lambda module: module.__setitem__(2, nn.Linear(8, 4)),  # a shape
+    lambda module: module[2].bfloat16(),
+    lambda module: setattr(module[0], "weight", nn.Parameter(module[0].weight.data.t())),  # strides
+    lambda module: module[0].bias.requires_grad_(False),
+    lambda module: module.insert(1, nn.Tanh()),  # a name
+    lambda module: module.register_buffer("more", torch.zeros(3)),
+]
+# the message of an error: what is done, where what comes after `yield` must raise it
 CONSTRUCTION = {  # ValueError
     # -- what an optimizer is made of
-    "an expanded parameter": ("share memory", an_optimizer_of(lambda: torch.ones(1, 3).expand(4, 3))),
-    "a sparse parameter": ("torch.sparse_coo, which cannot be laid flat", an_optimizer_of(lambda: torch.eye(8).to_sparse())),
-    "imaginary parts": (
-        "imaginary parts of a complex parameter",
-        an_optimizer_of(lambda: torch.ones(4, dtype=torch.complex64), param_dtype="bfloat16"),
-    ),
-    "strides of a matrix": (
-        "make it contiguous",
-        at_once(lambda: ShardedOptimizer([{"params": [nn.Parameter(torch.ones(4, 8).t())], "matrices": 1}], Muon)),
-    ),
-    "a learning rate": ("Invalid learning rate", a_learning_rate),
-    "no class": ("must be a class", an_optimizer_of(lambda: torch.ones(4), "AdamW")),
-    "nothing": ("must be a class", at_once(lambda: ShardedOptimizer(net().parameters()))),
-    "two classes": ("two names of one argument", an_optimizer_of(lambda: torch.ones(4), optimizer_class=AdamW)),
-    "overlap_with_ddp": (
-        r"overlap_with_ddp=True .* zero\.ShardedDataParallel",
-        at_once(lambda: ShardedOptimizer(net().parameters(), AdamW, None, True, True)),
-    ),
-    **{
-        f"Muon by its entry {name}": (
-            "by its entry matrices=1 only",
-            at_once(lambda name=name, value=value: ShardedOptimizer([{"params": net().parameters(), name: value}], Muon)),
-        )
+    "share memory": [
+        an_optimizer_of(lambda: torch.ones(1, 3).expand(4, 3)),
+        wrapped(a_frozen_alias),
+        wrapped(lambda module: (a_frozen_alias(module), module.requires_grad_())),
+    ],
+    "torch.sparse_coo, which cannot be laid flat": [an_optimizer_of(lambda: torch.eye(8).to_sparse())],
+    "imaginary parts of a complex parameter": [
+        an_optimizer_of(lambda: torch.ones(4, dtype=torch.complex64), param_dtype="bfloat16")
+    ],
+    "make it contiguous": [
+        at_once(lambda: ShardedOptimizer([{"params": [nn.Parameter(torch.ones(4, 8).t())], "matrices": 1}], Muon))
+    ],
+    "Invalid learning rate": [a_learning_rate],
+    f"state_dtype='int4' is not one of {', '.join(STATE_CODECS)}": [an_optimizer_of(lambda: torch.ones(4), state_dtype="int4")],
+    "needs float32 masters, not torch.float64": [
+        an_optimizer_of(lambda: torch.ones(4, dtype=torch.float64), param_dtype="bfloat16_remainder")
+    ],
+    "must be a class": [
+        an_optimizer_of(lambda: torch.ones(4), "AdamW"),
+        at_once(lambda: ShardedOptimizer(net().parameters())),
+    ],
+    "two names of one argument": [an_optimizer_of(lambda: torch.ones(4), optimizer_class=AdamW)],
+    r"overlap_with_ddp=True .* zero\.ShardedDataParallel": [
+        at_once(lambda: ShardedOptimizer(net().parameters(), AdamW, None, True, True))
+    ],
+    "by its entry matrices=1 only": [
+        at_once(lambda name=name, value=value: ShardedOptimizer([{"params": net().parameters(), name: value}], Muon))
         for name, value in (("use_muon", True), ("kind", "muon"), ("algorithm", "Muon"))
-    },
+    ],
     **{
-        cls.__name__: (f"{cls.__name__} .*{message}", an_optimizer_of(lambda: torch.ones(4, 4), cls))
+        f"{cls.__name__} .*{message}": [an_optimizer_of(lambda: torch.ones(4, 4), cls)]
         for cls, message in (
             (LBFGS, "all parameters together"),
             (SparseAdam, "laid flat"),
@@ -231,111 +226,77 @@ CONSTRUCTION = {  # ValueError
             (Adafactor, "use ZeroRedundancyOptimizer"),
         )
     },
-    "a class with hooks": (
-        "registers step hooks on itself",
-        an_optimizer_of(lambda: torch.ones(4), WithOwnHook, elementwise=True, lr=0.1),
-    ),
-    **{
-        f"a norm of type {wrong}": (
-            r"norm_type=.* must be positive",
-            at_once(lambda wrong=wrong: wrap(net())[1].clip_grad_norm_(1.0, wrong)),
-        )
-        for wrong in (0.0, -1.0, torch.nan)
-    },
-    "several targets": (
-        "is not the same rank on all ranks",
-        of_the_optimizer(lambda optimizer, _: optimizer.consolidate_state_dict(dist.get_rank())),
-    ),
-    "no state": ("this state dict has no state", of_the_optimizer(lambda optimizer, _: optimizer.load_state_dict(None))),
+    "registers step hooks on itself": [an_optimizer_of(lambda: torch.ones(4), WithOwnHook, elementwise=True, lr=0.1)],
+    r"norm_type=.* must be positive": [
+        at_once(lambda wrong=wrong: wrap(net())[1].clip_grad_norm_(1.0, wrong)) for wrong in (0.0, -1.0, torch.nan)
+    ],
+    "is not the same rank on all ranks": [
+        of_the_optimizer(lambda optimizer, _: optimizer.consolidate_state_dict(dist.get_rank()))
+    ],
+    "this state dict has no state": [of_the_optimizer(lambda optimizer, _: optimizer.load_state_dict(None))],
     # -- what is wrapped
-    **{
-        f"differs: {how}": ("the model differs between the ranks: .* on rank 0", wrapped(on_rank_1(change)))
-        for how, change in DIFFERS.items()
-    },
-    "a buffer without values": (
-        "mask is on the meta device",
+    "the model differs between the ranks: .* on rank 0": [wrapped(on_rank_1(change)) for change in DIFFERS],
+    "mask is on the meta device": [
         wrapped(lambda module: module.register_buffer("mask", torch.ones(2, device="meta"))),
-    ),
-    "parameters that DDP ignores": (
-        r"0\.weight",
-        wrapped(lambda module: setattr(module, "_ddp_params_and_buffers_to_ignore", ["0.weight"])),
-    ),
-    "a frozen alias": ("share memory", wrapped(a_frozen_alias)),
-    "a trained alias": ("share memory", wrapped(lambda module: (a_frozen_alias(module), module.requires_grad_()))),
-    "shared memory": ("in shared memory", wrapped(lambda module: module.share_memory())),
-    "a buffer that overlaps itself": (
-        "elements of windows may share memory",
-        wrapped(lambda module: module.register_buffer("windows", torch.arange(10.0).as_strided((4, 4), (2, 1)))),
-    ),
-    "a ScriptModule": (
-        "ScriptModule",
-        at_once(lambda: wrap(module := torch.jit.script(net()), overlap=list(module.children()))),
-    ),
-    "a unit of another model": ("Tanh in overlap .* is no module", at_once(lambda: wrap(net(), overlap=[nn.Tanh()]))),
-    "a unit without a forward": (
-        "ModuleList in overlap has no forward",
-        at_once(lambda: wrap(module := nn.Sequential(nn.ModuleList([nn.Linear(8, 8)])), overlap=list(module))),
-    ),
-    "no units": ("overlap=True must be modules of the model", at_once(lambda: wrap(net(), overlap=True))),
-    "an alias in a buffer": (
-        "alias shares memory with a parameter, which ShardedOptimizer has moved",
-        wrapped(lambda module: module.register_buffer("alias", module[0].weight.data[2])),
-    ),
-    "a complex buffer": ("imaginary parts of phases", a_complex_buffer),
-    "another optimizer": (
-        "needs a ShardedOptimizer, not SGD",
-        at_once(lambda: ShardedDataParallel(net(), SGD(net().parameters()))),
-    ),
-    "an optimizer of a part": (
-        r"not the optimizer's: 2\.weight, 2\.bias; .*or use DistributedDataParallel",
-        at_once(lambda: ShardedDataParallel(module := net(), ShardedOptimizer(module[0].parameters(), AdamW))),
-    ),
+    ],
+    r"0\.weight": [wrapped(lambda module: setattr(module, "_ddp_params_and_buffers_to_ignore", ["0.weight"]))],
+    "in shared memory": [wrapped(lambda module: module.share_memory())],
+    "elements of windows may share memory": [
+        wrapped(lambda module: module.register_buffer("windows", torch.arange(10.0).as_strided((4, 4), (2, 1))))
+    ],
+    "ScriptModule": [at_once(lambda: wrap(module := torch.jit.script(net()), overlap=list(module.children())))],
+    "Tanh in overlap .* is no module": [at_once(lambda: wrap(net(), overlap=[nn.Tanh()]))],
+    "ModuleList in overlap has no forward": [
+        at_once(lambda: wrap(module := nn.Sequential(nn.ModuleList([nn.Linear(8, 8)])), overlap=list(module)))
+    ],
+    "overlap=True must be modules of the model": [at_once(lambda: wrap(net(), overlap=True))],
+    "alias shares memory with a parameter, which ShardedOptimizer has moved": [
+        wrapped(lambda module: module.register_buffer("alias", module[0].weight.data[2]))
+    ],
+    "imaginary parts of phases": [a_complex_buffer],
+    "needs a ShardedOptimizer, not SGD": [at_once(lambda: ShardedDataParallel(net(), SGD(net().parameters())))],
+    r"not the optimizer's: 2\.weight, 2\.bias; .*or use DistributedDataParallel": [
+        at_once(lambda: ShardedDataParallel(module := net(), ShardedOptimizer(module[0].parameters(), AdamW)))
+    ],
 }
 USE = {  # RuntimeError
     # -- what happens before a step
-    "a gradient by hand": ("gradients set by hand are not sent", a_gradient_by_hand),
-    "an unfrozen parameter": (r"0\.bias was frozen when", an_unfrozen_parameter),
-    "an unfrozen parameter, alone": (
-        "was frozen when",
-        before_a_step_alone(lambda module: setattr(module[2].bias.requires_grad_(), "grad", torch.ones(3))),
-    ),
-    "another dtype, alone": ("build the optimizer after", before_a_step_alone(lambda module: module.double())),
-    "backward after step": (INPLACE, partial(a_second_backward_after_the_step, True)),
-    "backward after step, alone": (INPLACE, partial(a_second_backward_after_the_step, False)),
-    "a sparse gradient": ("sparse=False", partial(a_sparse_gradient, True)),
-    "a sparse gradient, alone": ("sparse=False", partial(a_sparse_gradient, False)),
-    "a gradient on one rank": ("on some ranks only", partial(a_gradient_on_one_rank, SGD)),
-    "Muon, a gradient on one rank": ("on some ranks only", partial(a_gradient_on_one_rank, Muon, matrices=1)),
-    "gradients of its own on each rank": (NOT_AVERAGED, partial(gradients_that_nobody_averaged, 0)),
-    "gradients of its own on each rank, later": (NOT_AVERAGED, partial(gradients_that_nobody_averaged, 1)),
-    "a gradient that is not finite on one rank": (NOT_AVERAGED, a_gradient_that_is_not_finite_on_one_rank),
+    "gradients set by hand are not sent": [a_gradient_by_hand],
+    r"0\.bias was frozen when": [an_unfrozen_parameter],
+    "was frozen when": [before_a_step_alone(lambda module: setattr(module[2].bias.requires_grad_(), "grad", torch.ones(3)))],
+    "build the optimizer after": [before_a_step_alone(lambda module: module.double())],
+    "modified by an inplace operation": [partial(a_second_backward_after_the_step, is_wrapped) for is_wrapped in (True, False)],
+    "sparse=False": [partial(a_sparse_gradient, is_wrapped) for is_wrapped in (True, False)],
+    "on some ranks only": [partial(a_gradient_on_one_rank, SGD), partial(a_gradient_on_one_rank, Muon, matrices=1)],
+    r"the gradient of a parameter of shape .* on one rank and .*average the gradients": [
+        partial(gradients_that_nobody_averaged, 0),
+        partial(gradients_that_nobody_averaged, 1),
+        a_gradient_that_is_not_finite_on_one_rank,
+    ],
     # -- what is read or written
-    **{
-        f"state: {name}": (DIVIDED, of_the_optimizer(lambda optimizer, weight, use=use: use(optimizer.state, weight)))
-        for name, use in STATE.items()
-    },
-    "another shape": ("expand", another_shape),
-    "another shape in bfloat16": ("expand", partial(another_shape, param_dtype="bfloat16")),
+    r"the optimizer state is divided among the ranks.*read this rank's slices in optimizer\.inner\.state": [
+        of_the_optimizer(lambda optimizer, weight: optimizer.state[weight]),
+        of_the_optimizer(lambda optimizer, weight: weight in optimizer.state),
+        of_the_optimizer(lambda optimizer, weight: optimizer.state.get(weight)),
+        of_the_optimizer(lambda optimizer, weight: optimizer.state.setdefault(weight, {})),
+    ],
+    "expand": [another_shape, partial(another_shape, param_dtype="bfloat16")],
 }
 COPIES = {  # TypeError
-    "pickle": (CONSOLIDATE, of_the_optimizer(lambda optimizer, _: pickle.dumps(optimizer))),
-    "deepcopy": (CONSOLIDATE, of_the_optimizer(lambda optimizer, _: copy.deepcopy(optimizer))),
+    r"consolidate_state_dict\(\)": [
+        of_the_optimizer(lambda optimizer, _, copy=each: copy(optimizer)) for each in (pickle.dumps, copy.deepcopy)
+    ]
 }
 
 
 KINDS = {ValueError: CONSTRUCTION, RuntimeError: USE, TypeError: COPIES}
 
 
-def is_refused(error, name):
-    message, do = KINDS[error][name]
-    steps = do()
+def is_refused(error, message, number):
+    steps = KINDS[error][message][number]()
     next(steps)  # the set-up, which must not raise
     with pytest.raises(error, match=message):
         next(steps, None)
-
-
-def test_refusals():
-    run_in_turn(2, *(partial(is_refused, error, name) for error, cases in KINDS.items() for name in cases))
 
 
 def what_is_admitted():
@@ -357,5 +318,6 @@ def what_is_admitted():
     ShardedOptimizer(module.parameters(), SGD, param_dtype="bfloat16")
 
 
-def test_what_is_admitted():
-    run_in_turn(2, what_is_admitted)
+def test_refusals_and_what_is_admitted():
+    each = [(error, message, n) for error, of in KINDS.items() for message, cases in of.items() for n in range(len(cases))]
+    run_in_turn(2, what_is_admitted, *(partial(is_refused, *case) for case in each))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_in_turn
 from torch.nn import functional
-from toy import assert_equal, batch, make_toy, sharded_toy, train, weights
+from toy import assert_equal, batch, make_toy, of_rank_0, sharded_toy, train, weights
 
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
@@ -24,8 +24,7 @@ CODECS = {
     "int8": {"state_dtype": "int8"},
     "remainder": {"param_dtype": "bfloat16_remainder"},
     "both": {"param_dtype": "bfloat16_remainder", "state_dtype": "int8"},
-}
-WITHOUT_STEP = {  # classes that do not count steps
+    # of classes that do not count steps
     "sgd": {"optimizer_cls": torch.optim.SGD, "momentum": 0.9, "state_dtype": "bfloat16"},
     "muon": {"optimizer_cls": Muon, "state_dtype": "bfloat16"},
 }
@@ -160,18 +159,17 @@ def masters_of(optimizer):
 
 def save_and_resume(name, shard_gradients):
     """A run of 2 * STEPS without and with an interruption. The resumed one begins with other weights."""
-    kwargs = (CODECS | WITHOUT_STEP)[name]
+    kwargs = CODECS[name]
     model, optimizer = sharded_toy(shard_gradients=shard_gradients, **kwargs)
     train(model, optimizer, dist.get_rank(), STEPS)
     encoded = [value for state in optimizer.inner.state.values() for value in state.values() if isinstance(value, Encoded)]
     assert bool(encoded) == ("state_dtype" in kwargs)
-    return goes_on_alike(model, optimizer, shard_gradients=shard_gradients, **kwargs)
+    goes_on_alike(model, optimizer, shard_gradients=shard_gradients, **kwargs)
 
 
 def goes_on_alike(model, optimizer, **kwargs):
     """A run and one that is resumed from its checkpoint."""
-    saved = [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
-    dist.broadcast_object_list(saved)
+    saved = of_rank_0([ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)])
     assert {tensor.dtype for state in saved[1]["state"].values() for tensor in state.values()} == {torch.float32}
     later, later_optimizer = sharded_toy(seed=7, **kwargs)
     later.module.load_state_dict(saved[0])
@@ -183,12 +181,11 @@ def goes_on_alike(model, optimizer, **kwargs):
     assert_equal(weights(later), weights(model))
     assert_equal(masters_of(later_optimizer), masters_of(optimizer))
     assert_equal(ckpt.consolidate(later_optimizer), ckpt.consolidate(optimizer))
-    return saved
 
 
 def skip_and_resume(name):
     """In the fourth step, a scaler has found an inf: the update changes neither weights nor state."""
-    rank, kwargs = dist.get_rank(), {"fused": True, **(CODECS | WITHOUT_STEP)[name]}
+    rank, kwargs = dist.get_rank(), {"fused": True, **CODECS[name]}
     model, optimizer = sharded_toy(**kwargs)
     train(model, optimizer, rank, STEPS - 1)
     before, state = weights(model), ckpt.consolidate(optimizer)
@@ -245,14 +242,11 @@ def skipped_and_whole(codec):
 
 
 def test_a_class_whose_state_may_not_be_rounded_is_refused():
-    for cls, kwargs, text in (
-        (torch.optim.RMSprop, {"centered": True}, "RMSprop with centered=True subtracts one mean"),
-        (torch.optim.Adagrad, {}, "Adagrad declares no state that may be rounded"),
-        (torch.optim.ASGD, {}, "ASGD declares no state that may be rounded"),
-        (torch.optim.Rprop, {}, "Rprop declares no state that may be rounded"),
-        (type("Text", (torch.optim.AdamW,), {"rounded_state": "exp_avg"}), {"elementwise": True}, "Text declares no"),
-        (type("Own", (torch.optim.AdamW,), {}), {"elementwise": True}, "Own declares no state that may be rounded"),
-    ):
+    own = [type("Text", (torch.optim.AdamW,), {"rounded_state": "exp_avg"}), type("Own", (torch.optim.AdamW,), {})]
+    cases = [(torch.optim.RMSprop, {"centered": True}, "RMSprop with centered=True subtracts one mean")]
+    for cls in (torch.optim.Adagrad, torch.optim.ASGD, torch.optim.Rprop, *own):
+        cases.append((cls, {"elementwise": cls in own}, f"{cls.__name__} declares no state that may be rounded"))
+    for cls, kwargs, text in cases:
         ShardedOptimizer(make_toy().parameters(), cls, **kwargs)
         with pytest.raises(ValueError, match=text):
             ShardedOptimizer(make_toy().parameters(), cls, state_dtype="int8", **kwargs)
@@ -309,20 +303,6 @@ def test_other_optimizers_and_dtypes():
     """What is rounded, skipped, and comes from any dtype."""
     assert (half_up(TIES.flatten()) != TIES.flatten().bfloat16()).any(), "the two ways to round differ here"
     other_optimizers = [partial(skipped_and_whole, codec) for codec in ("bfloat16", "int8")]
-    dtypes = [
-        (torch.float16, "bfloat16"),
-        (torch.float16, "bfloat16_remainder"),
-        (torch.float32, "bfloat16_remainder"),
-        (torch.float64, "bfloat16"),
-    ]
-    roundings = [partial(rounded_alike, *each) for each in dtypes]
+    dtypes = {"bfloat16": (torch.float16, torch.float64), "bfloat16_remainder": (torch.float16, torch.float32)}
+    roundings = [partial(rounded_alike, dtype, kind) for kind in dtypes for dtype in dtypes[kind]]
     run_in_turn(2, *other_optimizers, *roundings)
-
-
-def test_refusals():
-    for dtype, kwargs, text in (
-        (torch.float32, {"state_dtype": "int4"}, f"state_dtype='int4' is not one of {', '.join(STATE_CODECS)}"),
-        (torch.float64, {"param_dtype": "bfloat16_remainder"}, "needs float32 masters, not torch.float64"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            ShardedOptimizer(make_toy().to(dtype).parameters(), torch.optim.AdamW, **kwargs)

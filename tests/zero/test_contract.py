@@ -95,23 +95,13 @@ def a_compiled_whole_waits():
             assert loss_of(model).isfinite()
 
 
-class Tied(nn.Module):
-    """A weight of a unit that is read outside of it first, as the embedding that is tied to the head."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
-
-
 def a_tied_weight_is_there_for_both():
+    """A weight of a unit that is read outside of it first, as the embedding that is tied to the head. And one of the loss."""
     with late_gathers():
-        module, scale = Tied(), nn.Parameter(torch.ones(8))  # which the loss has
+        module, scale = net(8), nn.Parameter(torch.ones(16, 1, 8))  # in buckets of its own
+        module[2].weight = module[0].weight
         optimizer = ShardedOptimizer([*module.parameters(), scale], torch.optim.AdamW, bucket_mb=TINY_MB)
-        model = ShardedDataParallel(module, optimizer, overlap=[module.second])
+        model = ShardedDataParallel(module, optimizer, overlap=[module[2]])
         for step in range(3):
             loss = (model(inputs(step)) * scale).square().sum()
             assert loss.isfinite()

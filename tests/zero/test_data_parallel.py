@@ -7,13 +7,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from nets import TINY_MB, wrap
+from blocks import Part
+from nets import wrap
 from ranks import run_in_turn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from toy import batch, largest_difference, make_toy, sharded_toy, train, weights
 
-from zero import ShardedDataParallel, ShardedOptimizer
+from zero import ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.reducer import BucketGradients
 
@@ -122,8 +123,7 @@ def a_gradient_that_somebody_keeps():
     module, kept = nn.Linear(2, 1, bias=False), []
     module.weight.register_hook(kept.append)
     nn.init.ones_(module.weight)
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
-    model = ShardedDataParallel(module, optimizer)
+    model, optimizer = wrap(module, torch.optim.SGD, lr=0.1)
     for model.require_backward_grad_sync in (True, False, True):
         model(torch.ones(1, 2)).sum().backward()
         kept[-1].zero_()
@@ -133,12 +133,13 @@ def a_gradient_that_somebody_keeps():
 
 def reentrant_checkpoints():
     """Each calls backward within backward; every bucket is sent once."""
-    torch.manual_seed(0)
-    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(7)])
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=TINY_MB)
-    whole = nn.Sequential(module)
-    whole.forward = lambda x: functools.reduce(lambda x, part: checkpoint(part, x, use_reentrant=True), module, x)
-    model = ShardedDataParallel(whole, optimizer)
+
+    def forward(part, x):
+        for layer in part.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+    model, optimizer = wrap(Part(forward, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(7))))
     assert len(optimizer.buckets) > 7
     nbytes = sum(bucket.data.nbytes for bucket in optimizer.buckets) // 2
     for step in range(2):
@@ -148,26 +149,18 @@ def reentrant_checkpoints():
         optimizer.zero_grad()
 
 
-class Sometimes(nn.Module):
-    """Outputs that depend on the parameters if `used`."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, used):
-        x = torch.ones(1, requires_grad=True)
-        return (x * self.weight.sum() if used else 2 * x).sum()
-
-
 def a_backward_without_gradients(shard_gradients):
     """Two synchronized backwards per step. On rank 0, the first one reaches no parameter; a step is dropped in between.
 
     DistributedDataParallel hangs.
     """
-    module = Sometimes()
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
-    model = ShardedDataParallel(module, optimizer, shard_gradients)
+    x = torch.ones(1, requires_grad=True)
+
+    def forward(part, used):
+        return (x * part.weight.sum() if used else 2 * x).sum()
+
+    module = Part(forward, weight=nn.Parameter(torch.ones(4)))
+    model, optimizer = wrap(module, torch.optim.SGD, lr=0.1, shard_gradients=shard_gradients)
     for step in range(6):
         for used in (dist.get_rank() > 0, step % 3 < 2):
             model(used).backward()
@@ -209,8 +202,7 @@ def calls():
 def buckets_that_nobody_has_filled():
     """The zeros of parameters without a gradient are sent bucket by bucket: not all of them exist at once."""
     layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(9))
-    optimizer = ShardedOptimizer(layers.parameters(), torch.optim.AdamW, bucket_mb=64 * 4 / 1e6)
-    model = ShardedDataParallel(layers, optimizer)
+    model, optimizer = wrap(layers, bucket_mb=64 * 4 / 1e6)
     alive, places = [], BucketGradients.places
 
     def counting(gradients):

@@ -8,27 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn
-from toy import largest_difference, train, weights
+from toy import MODES, largest_difference, train, weights
 
 from model import GPT, GPTConfig
 from zero.build import build
-from zero.flags import Flags
 
 STEPS = 10
-MODES = {
-    "adamw": Flags(use_zero1=False),
-    "torch": Flags(zero1_impl="torch"),
-    "sharded": Flags(bucket_mb=0.02),
-    "gradients": Flags(bucket_mb=0.02, shard_gradients=True),
-}
 
 
-def make(mode, compile_blocks=False, **overrides):
+def make(mode, compile_blocks=False, bucket_mb=0.02):
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=16, vocab_size=33, n_layer=2, n_head=2, n_embd=32, dropout=0.0, bias=False))
     if compile_blocks:
         model.compile_blocks()
-    flags = replace(MODES[mode], **overrides)
+    flags = replace(MODES[mode], bucket_mb=bucket_mb)
     return build(model, model.param_groups(0.1), flags, overlap=model.blocks, lr=1.2e-3, betas=(0.9, 0.95))
 
 
@@ -75,13 +68,6 @@ def compiled_and_not():
     return {**found, "counts": {"breaks and later graphs": torch.tensor(counts)}}
 
 
-def test_compiled_blocks_train_as_under_ddp(of_two_ranks):
-    for result in of_two_ranks[0]:
-        assert largest_difference(result["sharded"], result["adamw"]) == 0.0
-        assert largest_difference(result["sharded"], result["eager"]) <= 1e-4  # the compiler rounds in its own way
-        assert not result["counts"]["breaks and later graphs"].any(), "a block and the loss are one graph each, compiled once"
-
-
 def order_of_events(compile_blocks):
     """What happens in the second step: bucket i's reduction starts ("r", i), layer i is reached by backward or forward."""
     model, optimizer = make("sharded", compile_blocks, bucket_mb=0.04)
@@ -104,14 +90,14 @@ def order_of_events(compile_blocks):
     return events[events.index(("backward", 0)) + 1 :]
 
 
-@pytest.fixture(scope="module")
-def of_two_ranks():
-    """Compiled only once."""
-    return run_in_turn(2, compiled_and_not, *(partial(order_of_events, compile_blocks) for compile_blocks in (False, True)))
-
-
-def test_communication_overlaps_with_computation(of_two_ranks):
-    for events in itertools.chain(*of_two_ranks[1:]):
+def test_compiled_blocks_train_as_under_ddp_and_communication_overlaps_with_computation():
+    orders = [partial(order_of_events, compile_blocks) for compile_blocks in (False, True)]
+    compiled, *events_of_orders = run_in_turn(2, compiled_and_not, *orders)
+    for result in compiled:
+        assert largest_difference(result["sharded"], result["adamw"]) == 0.0
+        assert largest_difference(result["sharded"], result["eager"]) <= 1e-4  # the compiler rounds in its own way
+        assert not result["counts"]["breaks and later graphs"].any(), "a block and the loss are one graph each, compiled once"
+    for events in itertools.chain(*events_of_orders):
         assert events.index(("reduce", 0)) < events.index(("backward", 0)), "the first reduction waits for backward's end"
         in_flight = [count for event, count in events[: events.index(("forward", 0))] if event == "gathers in flight"]
         assert in_flight, "nobody waits before the first block"

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import run_in_turn
 from toy import batch, build_toy, largest_difference, weights
 
-from zero import ShardedGradScaler, ShardedOptimizer
+from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
 from zero.build import clip_grad_norm_
 from zero.flags import Flags
 from zero.sharded_state import partition
@@ -54,21 +54,6 @@ def train_with_an_overflow(mode, clip, muon):
     return weights(model), scaler.get_scale()
 
 
-def test_all_ranks_skip_or_none():
-    cases = [
-        ("adamw", False, False),
-        ("torch", True, False),
-        ("sharded", False, False),
-        ("sharded", True, True),
-    ]  # mode, clip, Muon
-    cases += [("gradients", True, False), ("gradients", False, True)]
-    results = run_in_turn(2, *(partial(train_with_an_overflow, *case) for case in cases))
-    for by_rank in results + run_in_turn(4, partial(train_with_an_overflow, "hybrid", False, False)):
-        for after, scale in by_rank:
-            assert largest_difference(after, by_rank[0][0]) == 0.0
-            assert scale == 2.0**9
-
-
 def whole_gradients():
     """Without ShardedDataParallel, every rank has all of them, also after unscaling."""
     params = [torch.nn.Parameter(torch.zeros(size)) for size in (40, 3)]
@@ -81,14 +66,32 @@ def whole_gradients():
     assert all((param == -1.0).all() for param in params)
 
 
-def test_whole_gradients():
+def test_all_ranks_skip_or_none():
     run_in_turn(2, whole_gradients)
+    cases = [("adamw", False, False), ("torch", True, False), ("sharded", False, False), ("sharded", True, True)]
+    cases += [("gradients", True, False), ("gradients", False, True)]  # mode, clip, Muon
+    results = run_in_turn(2, *(partial(train_with_an_overflow, *case) for case in cases))
+    for by_rank in results + run_in_turn(4, partial(train_with_an_overflow, "hybrid", False, False)):
+        for after, scale in by_rank:
+            assert largest_difference(after, by_rank[0][0]) == 0.0
+            assert scale == 2.0**9
 
 
-def test_whole_float16_gradients_are_refused():
-    """As torch.amp.GradScaler does."""
-    param, scaler = torch.nn.Parameter(torch.ones(3)), ShardedGradScaler("cpu")
-    optimizer = ShardedOptimizer([param], torch.optim.SGD, lr=1.0, param_dtype="float16")
-    param.grad = scaler.scale(torch.ones(3)).half()
+def test_float16_gradients_are_unscaled_in_float32():
+    """Whole ones are refused, as torch.amp.GradScaler does."""
+    module = torch.nn.Linear(3, 2, bias=False)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=1.0, param_dtype="float16")
+
+    def backward(model):
+        scaler = ShardedGradScaler("cpu", init_scale=4.0)
+        scaler.scale(model(torch.ones(1, 3).half()).float().sum()).backward()
+        return scaler
+
     with pytest.raises(ValueError, match="wrap the model"):
-        scaler.unscale_(optimizer)
+        backward(module).unscale_(optimizer)
+    optimizer.zero_grad()
+    before, scaler = module.weight.tolist(), backward(ShardedDataParallel(module, optimizer))
+    scaler.unscale_(optimizer)
+    assert [(owned.local.grad.dtype, owned.local.grad.tolist()) for owned in optimizer.owned] == [(torch.float32, [1.0] * 6)]
+    scaler.step(optimizer)
+    assert module.weight.tolist() != before

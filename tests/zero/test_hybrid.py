@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,15 +76,9 @@ ORDERS = [
 ]
 
 
-class Late:
-    """A work that begins when it is waited for."""
-
-    def __init__(self, start):
-        self.wait = start
-
-
 def all_reduce_late(comm, shard):
-    return [Late(partial(dist.all_reduce, shard, group=comm.replica_group))] if comm.replicas > 1 else []
+    """It begins when it is waited for."""
+    return [SimpleNamespace(wait=partial(dist.all_reduce, shard, group=comm.replica_group))] if comm.replicas > 1 else []
 
 
 def several_backwards(order):
@@ -132,17 +127,14 @@ def with_ddp_and_part_of_the_ranks():
     if rank not in ranks:
         return None
     found = {}
-    for name, shard_size in (("adamw", None), ("under ddp", 2), ("wrapped", 2)):
+    for name in ("adamw", "under ddp", "wrapped"):
         model = make_toy()
         model.unused.requires_grad_(False)
-        if shard_size is None:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        else:
-            optimizer = ShardedOptimizer(
-                model.parameters(), torch.optim.AdamW, group, shard_size=shard_size, bucket_mb=0.0002, lr=0.01, fused=True
-            )
+        cls, in_group = torch.optim.AdamW, {"process_group": group, "shard_size": 2, "bucket_mb": 0.0002}
+        make = cls if name == "adamw" else partial(ShardedOptimizer, optimizer_cls=cls, **in_group)
+        optimizer = make(model.parameters(), lr=0.01, fused=True)
         ddp = DistributedDataParallel(model, process_group=group)
-        train(ShardedDataParallel(model, optimizer) if name == "wrapped" else ddp, optimizer, rank, STEPS, clip=0.0)
+        train(ShardedDataParallel(model, optimizer) if name == "wrapped" else ddp, optimizer, rank, STEPS)
         found[name] = weights(model)
     return found
 

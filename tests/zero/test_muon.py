@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from ranks import run_in_turn, run_ranks
 from torch import nn
 from torch.optim import _muon
@@ -15,65 +14,33 @@ from toy import assert_equal, batch, largest_difference, train, weights
 
 from forecast.prediction import ShardedPrediction
 from forecast.run_memory import gpt_specs
-from model import GPT2_SIZES, GPTConfig
+from model import GPT, GPT2_SIZES, GPTConfig
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.layout import plan as make_plan
 from zero.muon.matrices import iteration_flops, matrix_plan
 from zero.muon.muon import COEFFICIENTS, orthogonalized
 
-WIDTH = 24
 DECAY = 0.1
 
 
-class Toy(nn.Module):
-    """Query, key and value in one weight, wide and tall matrices, one without a gradient and a frozen one; several rounds."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, WIDTH)
-        self.mixes = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.up = nn.Linear(WIDTH, 40)
-        self.frozen = nn.Linear(40, 40).requires_grad_(False)
-        self.down = nn.Linear(40, WIDTH, bias=False)
-        self.unused = nn.Linear(8, 8)
-        self.head = nn.Linear(WIDTH, 11, bias=False)
-
-    def forward(self, tokens, targets):
-        x = self.embedding(tokens)
-        for mix in self.mixes:
-            x = x + torch.tanh(mix(x))
-        query, key, value = self.qkv(x).chunk(3, -1)
-        x = x + torch.tanh(query * key) + value
-        x = x + self.down(torch.tanh(self.frozen(self.up(x))))
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
-
-    def param_groups(self):
-        single, stacked = [self.up.weight, self.down.weight, self.unused.weight], [self.qkv.weight]
-        single += [mix.weight for mix in self.mixes]
-        of_matrices = {id(param) for param in single + stacked}
-        others = [param for param in self.parameters() if param.requires_grad and id(param) not in of_matrices]
-        return [
-            {"params": [param for param in others if param.dim() > 1], "weight_decay": DECAY},
-            {"params": [param for param in others if param.dim() < 2], "weight_decay": 0.0},
-            {"params": single, "weight_decay": DECAY, "matrices": 1},
-            {"params": stacked, "weight_decay": DECAY, "matrices": 3},
-        ]
-
-
 def make(seed=0):
+    """A small GPT: stacked, square, wide and tall matrices in several rounds, one without a gradient; a frozen embedding."""
     torch.manual_seed(seed)
-    return Toy()
+    model = GPT(GPTConfig(block_size=6, vocab_size=11, n_layer=2, n_head=2, n_embd=24, bias=False))
+    model.transformer.h[1].unused = nn.Linear(8, 8, bias=False)
+    model.transformer.wpe.requires_grad_(False)
+    return model
 
 
 def make_sharded(shard_gradients=False, seed=0, **kwargs):
     model = make(seed)
-    optimizer = ShardedOptimizer(model.param_groups(), Muon, bucket_mb=0.004, lr=0.01, **kwargs)
+    optimizer = ShardedOptimizer(model.param_groups(DECAY, {}), Muon, bucket_mb=0.004, lr=0.01, **kwargs)
     return ShardedDataParallel(model, optimizer, shard_gradients), optimizer
 
 
-train = partial(train, decay_lr=False)  # the rate of the oracle
+def loss_of(model, number, rank):
+    return model(*batch(number, rank))[1]
 
 
 def newton_schulz(dtype):
@@ -89,19 +56,19 @@ def newton_schulz(dtype):
 def oracle(world_size, steps, dtype, micro_steps, clip):
     """One process: torch.optim.Muon and torch.optim.AdamW on the mean gradient, with a parameter of its own for each matrix."""
     model = make()
-    groups = model.param_groups()
-    adamw = torch.optim.AdamW(groups[:2], lr=0.01)
-    thirds = [nn.Parameter(third) for third in model.qkv.weight.detach().chunk(3)]  # views
-    muon = torch.optim.Muon(groups[2]["params"] + thirds, lr=0.01, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    *of_adamw, single, stacked = model.param_groups(DECAY, {})
+    adamw = torch.optim.AdamW(of_adamw, lr=0.01)
+    thirds = [nn.Parameter(third) for param in stacked["params"] for third in param.detach().chunk(3)]  # views
+    muon = torch.optim.Muon(single["params"] + thirds, lr=0.01, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
     with mock.patch.object(_muon, "_zeropower_via_newtonschulz", newton_schulz(dtype)):
         for step in range(steps):
             for micro_step in range(micro_steps):
                 for rank in range(world_size):
-                    share = model(*batch(step * micro_steps + micro_step, rank)) / micro_steps / world_size
-                    share.backward()
+                    (loss_of(model, step * micro_steps + micro_step, rank) / micro_steps / world_size).backward()
             if clip:
                 assert nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
-            for third, gradient in zip(thirds, model.qkv.weight.grad.chunk(3), strict=True):
+            gradients = [gradient for param in stacked["params"] for gradient in param.grad.chunk(3)]
+            for third, gradient in zip(thirds, gradients, strict=True):
                 third.grad = gradient.clone()
             adamw.step()
             muon.step()
@@ -112,7 +79,7 @@ def oracle(world_size, steps, dtype, micro_steps, clip):
 def trained(steps, ns_dtype, micro_steps, clip, **kwargs):
     """The weights, and whether matrices were sent."""
     model, optimizer = make_sharded(ns_dtype=ns_dtype, **kwargs)
-    train(model, optimizer, dist.get_rank(), steps, clip, micro_steps=micro_steps)
+    train(model, optimizer, dist.get_rank(), steps, clip, micro_steps=micro_steps, decay_lr=False, loss_of=loss_of)
     return weights(model), optimizer.comm.sent_bytes["all-to-all"] > 0
 
 
@@ -244,10 +211,9 @@ def test_maximize_is_followed_also_if_it_is_set_later():
 
 def test_state_of_adamw_is_refused():
     _, optimizer = make_sharded()
-    groups = [{key: value for key, value in group.items() if key != "matrices"} for group in make().param_groups()]
-    adamw = torch.optim.AdamW(groups)
-    for param in (param for group in groups for param in group["params"]):
-        param.grad = torch.ones_like(param)
+    model = make()
+    adamw = torch.optim.AdamW([{"params": group["params"]} for group in model.param_groups(DECAY, {})])
+    loss_of(model, 0, 0).backward()
     adamw.step()
     with pytest.raises(ckpt.CheckpointError, match="not of Muon; build the optimizer that was saved"):
         ckpt.restore(optimizer, adamw.state_dict())
@@ -256,7 +222,7 @@ def test_state_of_adamw_is_refused():
 def fails_in_its_own_round():
     """Memory runs out on rank 0 in its first matrix, on rank 1 in its second, which is of another round."""
     model, optimizer = make_sharded()
-    model(*batch(0, dist.get_rank())).backward()
+    loss_of(model, 0, dist.get_rank()).backward()
     results = [mock.DEFAULT] * dist.get_rank() + [torch.OutOfMemoryError(f"on rank {dist.get_rank()}")]
     with mock.patch.object(optimizer.inner, "directions", mock.Mock(wraps=optimizer.inner.directions, side_effect=results)):
         try:

@@ -40,13 +40,15 @@ def write(writer, iteration, numel=3000, **values):
 VALUES = {"model_args": {"n_layer": 1}, "iter_num": 4, "best_val_loss": 2.0, "config": {"seed": 1}}
 
 
-def save_alone(folder, iteration, **writer):
-    """A checkpoint of one process; its model and optimizer."""
-    model = make_toy()
-    optimizer = torch.optim.AdamW(model.param_groups(), lr=0.01)
-    train(model, optimizer, rank=0, steps=1, first=iteration, decay_lr=False)
+def save_alone(folder, *at, **writer):
+    """Checkpoints of one process at these iterations; the last model and its optimizer."""
     os.makedirs(folder, exist_ok=True)
-    ckpt.CheckpointWriter(str(folder), format="sharded", **writer).write(model, optimizer, {**VALUES, "iter_num": iteration})
+    for iteration in at:
+        model = make_toy()
+        optimizer = torch.optim.AdamW(model.param_groups(), lr=0.01)
+        train(model, optimizer, rank=0, steps=1, first=iteration, decay_lr=False)
+        own = ckpt.CheckpointWriter(str(folder), format="sharded", **writer)
+        own.write(model, optimizer, {**VALUES, "iter_num": iteration})
     return model, optimizer
 
 
@@ -59,6 +61,14 @@ def restore(optimizer, path):
     checkpoint = ckpt.load(path)
     ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(path, checkpoint))
     return checkpoint
+
+
+def damaged(whole, rng, count):
+    """So many times, the bytes of a file that was cut off, and of one in which a bit has changed."""
+    for _ in range(count):
+        position = rng.randrange(len(whole))
+        yield whole[:position]
+        yield whole[:position] + bytes([whole[position] ^ (1 << rng.randrange(8))]) + whole[position + 1 :]
 
 
 def assert_same_contents(a, b):

@@ -111,10 +111,9 @@ def test_hostile_and_incomplete_files_say_what_is_wrong(tmp_path):
         torch.save(content, tmp_path / "ckpt.pt")
         with pytest.raises(ckpt.CheckpointError, match=message):
             ckpt.load(str(tmp_path / "ckpt.pt"))
-    with pytest.raises(ckpt.CheckpointError, match=r"no checkpoint .*nowhere\.pt"):
-        ckpt.load(str(tmp_path / "nowhere.pt"))
-    with pytest.raises(ckpt.CheckpointError, match=r"no checkpoint .*nowhere\.pt"):
-        ckpt.verify(str(tmp_path / "nowhere.pt"))
+    for read in (ckpt.load, ckpt.verify):
+        with pytest.raises(ckpt.CheckpointError, match=r"no checkpoint .*nowhere\.pt"):
+            read(str(tmp_path / "nowhere.pt"))
 
 
 def load_where(own):

@@ -53,7 +53,7 @@ def train_rank(rank, meeting, folder, format, muon, started):
 
 
 def start(folder, format, muon):
-    """The ranks, and when all of them are in training."""
+    """The ranks, all of which are in training."""
     meeting = tempfile.mkdtemp(dir=folder)
     events = [ranks.context.Event() for _ in range(WORLD_SIZE)]
     processes = [
@@ -62,7 +62,9 @@ def start(folder, format, muon):
     ]
     for process in processes:
         process.start()
-    return processes, events
+    for event in events:
+        assert event.wait(60)
+    return processes
 
 
 def finish(processes):
@@ -95,9 +97,7 @@ def kill_and_resume(tmp_path, trials, muon):
     rng = random.Random(0)
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
-    processes, events = start(str(undisturbed), "consolidated", muon)
-    for event in events:
-        event.wait()
+    processes = start(str(undisturbed), "consolidated", muon)
     begin = time.monotonic()
     assert finish(processes) == [0] * WORLD_SIZE
     duration = time.monotonic() - begin
@@ -109,9 +109,7 @@ def kill_and_resume(tmp_path, trials, muon):
         folder = tmp_path / str(trial)
         folder.mkdir()
         format = ckpt.FORMATS[trial // 2 % 2]
-        processes, events = start(str(folder), format, muon)
-        for event in events:
-            event.wait()
+        processes = start(str(folder), format, muon)
         steps = rng.randrange(STEPS // 2)
         while all(process.exitcode is None for process in processes) and steps_taken(folder) < steps:
             time.sleep(0.001)
@@ -120,25 +118,24 @@ def kill_and_resume(tmp_path, trials, muon):
         for process in victims:
             process.kill()
         finish(processes)  # a rank that is left alone finds out and fails
-        interrupted += not (folder / "end.pt").exists()
         if not (folder / "end.pt").exists():
-            processes, _ = start(str(folder), format, muon)
-            assert finish(processes) == [0] * WORLD_SIZE, trial
+            interrupted += 1
+            assert finish(start(str(folder), format, muon)) == [0] * WORLD_SIZE, trial
         assert curve(folder) == expected, trial
         resumed = torch.load(folder / "end.pt", weights_only=True)
         assert all(torch.equal(resumed[name], end[name]) for name in end), trial
     assert interrupted > trials // 2, "the kills must hit runs that are under way"
 
 
-def test_killed_four_times(tmp_path):
-    """With Muon for two matrices and AdamW for everything else."""
-    kill_and_resume(tmp_path, 4, muon=True)
+MANY = pytest.mark.slow("100 kills, also with AdamW alone; the default has four", seconds=131)
 
 
-@pytest.mark.slow("100 kills, also with AdamW alone; the default has four", seconds=131)
-@pytest.mark.parametrize("muon", [False, True])
-def test_killed_100_times(muon, tmp_path):
-    kill_and_resume(tmp_path, 100, muon)
+@pytest.mark.parametrize(
+    ("trials", "muon"), [(4, True), pytest.param(100, False, marks=MANY), pytest.param(100, True, marks=MANY)]
+)
+def test_killed_and_resumed(tmp_path, trials, muon):
+    """With Muon for two matrices and AdamW for everything else, or AdamW alone."""
+    kill_and_resume(tmp_path, trials, muon)
 
 
 def save_without_end(folder, background, format, iteration, ready):

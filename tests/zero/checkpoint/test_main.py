@@ -73,8 +73,7 @@ def test_a_file_is_converted_to_the_format_that_is_named_or_to_the_other_one(tmp
 
 
 def test_sharded_checkpoints(tmp_path, monkeypatch, capsys):
-    for iteration in (1, 2):
-        save_alone(tmp_path, iteration)
+    save_alone(tmp_path, 1, 2)
     [shards] = [name for name in os.listdir(tmp_path) if name.startswith("shards_00000002")]
     before = sorted(set(os.listdir(tmp_path)) - {shards})
     monkeypatch.chdir(tmp_path)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from contents import CHECKPOINT, VALUES, Hostile, iterations, numbered, save_alone
+from contents import CHECKPOINT, VALUES, Hostile, damaged, iterations, numbered, save_alone
 from toy import assert_equal, make_toy
 
 from zero import checkpoint as ckpt
@@ -77,12 +77,8 @@ def damages(whole, tmp_path):
     yield "torn head", b"PK\x03\x04 torn"
     yield "only the end", whole[-100:]
     yield "twice", whole[: len(whole) // 2] * 2
-    for number in range(80):
-        yield f"truncated {number}", whole[: rng.randrange(1, len(whole))]
-    for number in range(80):
-        position = rng.randrange(len(whole))
-        flipped = whole[position] ^ (1 << rng.randrange(8))
-        yield f"flipped {number}", whole[:position] + bytes([flipped]) + whole[position + 1 :]
+    for number, changed in enumerate(damaged(whole, rng, 80)):
+        yield f"{'flipped' if len(changed) == len(whole) else 'truncated'} {number}", changed
     for number in range(20):
         position = rng.randrange(len(whole) - 512)
         yield f"zeroed {number}", whole[:position] + bytes(512) + whole[position + 512 :]
@@ -104,10 +100,10 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
     commit(numbered(2), None, str(folder))
     whole = (folder / "ckpt.pt").read_bytes()
     count = unharmed = 0
-    for name, damaged in damages(whole, tmp_path):
+    for name, contents in damages(whole, tmp_path):
         count += 1
         for place in (folder, alone):
-            (place / "ckpt.pt").write_bytes(damaged)
+            (place / "ckpt.pt").write_bytes(contents)
         path, warning = ckpt.find(str(folder))
         checkpoint = ckpt.load(path)
         for key in ("model", "optimizer"):
@@ -128,45 +124,31 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
 
 
 def test_only_what_a_file_refers_to_is_kept(tmp_path):
-    for iteration in (1, 2, 3, 4):
-        save_alone(tmp_path, iteration, keep=3)
+    save_alone(tmp_path, 1, 2, 3, 4, keep=3)
     assert iterations(tmp_path) == [2, 3, 4]
     shutil.copy(tmp_path / "ckpt.pt", tmp_path / "best.pt")
-    for iteration in (5, 6):
-        save_alone(tmp_path, iteration)
+    save_alone(tmp_path, 5, 6)
     assert iterations(tmp_path) == [2, 3, 4, 5, 6], "without `keep` what is kept by iteration stays"
     (tmp_path / "exported.pt").write_bytes(b"of somebody else")
     save_alone(tmp_path, 7, keep=1)
     assert iterations(tmp_path) == [4, 6, 7], "the copy needs the fourth"
-    torn, others = tmp_path / f"shards_00000008_{8:08x}.tmp", ["shards_of_my_data", "shards_notes", "shards_00000008.tmp"]
-    for folder in (torn.name, *others):
-        (tmp_path / folder).mkdir()
-    ckpt.CheckpointWriter(str(tmp_path))
-    assert not torn.exists()
-    assert all((tmp_path / folder).exists() for folder in others)
-    for folder in others:
-        (tmp_path / folder).rmdir()
     os.rename(tmp_path / "ckpt.pt", tmp_path / "moved.pth")
-    save_alone(tmp_path, 9)
-    save_alone(tmp_path, 10)
+    save_alone(tmp_path, 9, 10)
     assert iterations(tmp_path) == [4, 7, 9, 10], "what was moved out of the way is not this run's any more"
 
 
 def test_shards_of_a_kept_file_that_is_replaced_are_removed(tmp_path):
     """A run that is resumed from an earlier iteration reaches the later ones again."""
-    for iteration in (2, 4, 6):
-        save_alone(tmp_path, iteration, keep=2)
+    save_alone(tmp_path, 2, 4, 6, keep=2)
     shutil.copy(tmp_path / "ckpt_00000004.pt", tmp_path / "ckpt.pt")
-    for iteration in (6, 8):
-        save_alone(tmp_path, iteration, keep=2)
+    save_alone(tmp_path, 6, 8, keep=2)
     referenced = {ckpt.load(str(path))["shards"]["folder"] for path in tmp_path.glob("*.pt")}
     assert {path.name for path in tmp_path.glob("shards_*")} == referenced
     assert sorted(path.name for path in tmp_path.glob("ckpt_0*.pt")) == ["ckpt_00000006.pt", "ckpt_00000008.pt"]
 
 
 def test_what_went_wrong_afterwards_is_told_but_the_checkpoint_is_written(tmp_path, monkeypatch):
-    for iteration in (1, 2):
-        save_alone(tmp_path, iteration)
+    save_alone(tmp_path, 1, 2)
     monkeypatch.setattr(shutil, "rmtree", mock.Mock(side_effect=PermissionError("it cannot be removed")))
     writer = ckpt.CheckpointWriter(str(tmp_path), format="sharded")
     model = make_toy()

@@ -4,13 +4,14 @@ import os
 import re
 import resource
 import threading
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from contents import VALUES, write
-from ranks import run_ranks
+from ranks import run_in_turn
 from toy import build_toy, train
 
 from zero import checkpoint as ckpt
@@ -120,13 +121,15 @@ def test_a_damaged_file_never_takes_the_place_of_the_one_before(tmp_path):
 
 
 def test_what_a_killed_process_left_is_swept_by_a_writer_that_may(tmp_path):
-    (tmp_path / "ckpt.pt.tmp").write_bytes(b"torn")
-    (tmp_path / "other.tmp").write_bytes(b"of somebody else")
-    (tmp_path / "shards_00000001_00000000.tmp").mkdir()
+    of_others = ["shards_00000008.tmp", "shards_notes", "shards_of_my_data"]
+    for file in ("ckpt.pt.tmp", "other.tmp"):
+        (tmp_path / file).touch()
+    for folder in ("shards_00000001_00000000.tmp", *of_others):
+        (tmp_path / folder).mkdir()
     ckpt.CheckpointWriter(str(tmp_path), sweep=False)
-    assert len(os.listdir(tmp_path)) == 3
+    assert len(os.listdir(tmp_path)) == 6
     ckpt.CheckpointWriter(str(tmp_path))
-    assert os.listdir(tmp_path) == ["other.tmp"]
+    assert sorted(os.listdir(tmp_path)) == ["other.tmp", *of_others]
 
 
 def save_where_one_rank_cannot(folder):
@@ -134,9 +137,11 @@ def save_where_one_rank_cannot(folder):
     train(model, optimizer, rank=0, steps=1)
     writer = ckpt.CheckpointWriter(folder, format="sharded")
     writer.write(model.module, optimizer, VALUES)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))  # bytes per file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))  # bytes per file
     writer.write(model.module, optimizer, {**VALUES, "iter_num": 8})
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     *written, failed = writer.outcomes()
     assert isinstance(failed, OSError)
     assert "rank 1 cannot write" in str(failed)
@@ -145,7 +150,7 @@ def save_where_one_rank_cannot(folder):
 
 
 def test_when_one_rank_cannot_write_all_go_on_and_the_old_one_stands(tmp_path):
-    assert run_ranks(save_where_one_rank_cannot, 2, str(tmp_path)) == [1, 0], "rank 0 reports what was written"
+    assert run_in_turn(2, partial(save_where_one_rank_cannot, str(tmp_path))) == [[1, 0]], "rank 0 reports what was written"
     assert sorted(os.listdir(tmp_path))[0] == "ckpt.pt"
     assert len(os.listdir(tmp_path)) == 2, "what was begun is gone"
     path, warning = ckpt.find(str(tmp_path))
@@ -167,9 +172,9 @@ def save_where_one_rank_has_diverged(folder):
 
 
 def test_what_one_rank_finds_not_to_be_finite_all_refuse(tmp_path):
-    on_0, on_1 = run_ranks(save_where_one_rank_has_diverged, 2, str(tmp_path))
+    [[on_0, on_1]] = run_in_turn(2, partial(save_where_one_rank_has_diverged, str(tmp_path)))
+    [message] = on_0
     assert on_0 == on_1
-    assert len(on_0) == 1
-    assert on_0[0].endswith(" is not finite")
+    assert message.endswith(" is not finite")
     assert len(os.listdir(tmp_path)) == 2, "ckpt.pt and its shards; nothing was begun"
     assert all(tensor.isfinite().all() for tensor in ckpt.load(ckpt.find(str(tmp_path))[0])["model"].values())

@@ -203,7 +203,7 @@ def test_what_fsdp2_sends_and_takes():
 
     It takes what is predicted of weights, gradients and state exactly; the peak is an estimate.
     """
-    sends, (takes, _) = run_in_turn(2, fully_sharded_sent, fully_sharded_bytes)
+    sends, takes = run_in_turn(2, fully_sharded_sent, fully_sharded_bytes)
     of_run = planner(SIZES_OF_FSDP[1], gradient_accumulation_steps=6, **NOTHING_FITS)
     row = of_run.figures("", of_run.fully_sharded(of_run.chosen(2)), 2)
     plain = of_run.prediction(replace(of_run.chosen(2), flags=MODES["adamw"].flags), 2)
@@ -211,7 +211,8 @@ def test_what_fsdp2_sends_and_takes():
     for by_default, at_best in sends:
         assert by_default[0] == row["sent"]
         assert at_best == (plain.sent()["all-reduce"], {"all-gather": units, "reduce-scatter": units})
-    for sizes, (after, before, peak) in zip(SIZES_OF_FSDP, takes, strict=True):
+    for sizes, *of_ranks in zip(SIZES_OF_FSDP, *takes, strict=True):
+        after, before, peak = map(min, zip(*of_ranks, strict=True))  # on busy cores, a thread of gloo may free a tensor late
         of_run = planner(sizes, batch_size=1, gradient_accumulation_steps=4, **NOTHING_FITS)
         row = of_run.figures("", of_run.fully_sharded(of_run.chosen(2)), 2)
         assert row["parameters"] + row["state"] == pytest.approx(after, rel=0.02)

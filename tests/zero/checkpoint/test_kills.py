@@ -158,7 +158,7 @@ def test_a_kill_inside_a_save_leaves_a_whole_file(tmp_path, background, format):
         ready = ranks.context.Event()
         process = ranks.context.Process(target=save_without_end, args=(str(tmp_path), background, format, iteration, ready))
         process.start()
-        ready.wait()
+        assert ready.wait(60), "it has ended"
         time.sleep(rng.random() * 0.1)
         process.kill()
         process.join()

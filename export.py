@@ -21,8 +21,7 @@ from distributed.exits import exit_on_wrong_input
 from model import CONV1D, GPT, GPT2_VOCAB_SIZE, WRAPPERS, GPTConfig, without_weights
 from run.checkpoints import find_newest
 from run.rank_checks import vocabulary_at_hand
-from zero.checkpoint.chunks import read_tensors
-from zero.checkpoint.format import read_file, shards_folder
+from zero.checkpoint import load
 
 # -----------------------------------------------------------------------------
 out_dir = "out"  # folder of the run
@@ -37,8 +36,6 @@ def read_weight(name: str) -> torch.Tensor:
     if name not in names:
         return torch.zeros_like(outline[name], device="cpu")
     weight = checkpoint["model"][names[name]]
-    if weight.is_meta:
-        weight = read_tensors(shards_folder(path, checkpoint), {"model": {names[name]: weight}})["model"][names[name]]
     return (weight.t() if name.endswith(CONV1D) else weight).to(outline[name].dtype).contiguous()
 
 
@@ -88,7 +85,7 @@ with exit_on_wrong_input():
     if not to or os.path.isfile(to) or (os.path.isdir(to) and os.listdir(to)):
         raise ValueError(f"--to={to} is neither a new nor an empty folder; name one to write, as in --to=out-exported")
     path = find_newest(out_dir)
-    checkpoint = read_file(path)  # its tensors are memory-mapped, or in shards
+    checkpoint = load(path)  # its tensors are memory-mapped
     names = {WRAPPERS.sub("", name): name for name in checkpoint["model"]}  # in the checkpoint
     with without_weights(), warnings.catch_warnings(action="ignore"):  # no weight is copied
         sizes = GPT.from_checkpoint(checkpoint).config

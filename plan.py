@@ -330,9 +330,7 @@ def host_memory(planner: Planner, rows: list[dict[str, Any]]) -> str:
         return f"main memory of a machine with {ranks} of the ranks: {most}"
     copied = max(row["saving_on_cpu"] for row in chosen) / 1e9
     text = f"main memory of the first machine: {4 * planner.numel / 1e9:.3g} GB for the model that rank 0 makes"
-    if copied and settings["checkpoint_format"] == "consolidated":
-        text += f", {copied:.3g} GB for a checkpoint that it collects later"
-    elif copied:
+    if copied:
         text += f", {ranks} x {copied:.3g} GB for copies of what is saved"
     return f"{text}; and what Python and CUDA take in each rank"
 

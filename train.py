@@ -51,7 +51,6 @@ stop_at_val_loss: NonNegativeFloat = 0.0  # end when an evaluation has a validat
 always_save_checkpoint = True  # after every evaluation and at the end; False: when the validation loss improves
 keep_checkpoints: NonNegativeInt = 0  # number of ckpt_<iter>.pt files to keep beside ckpt.pt and ckpt_prev.pt
 async_save = False  # write checkpoints in the background
-checkpoint_format: Literal["consolidated", "sharded"] = "consolidated"  # by rank 0 alone, or each rank its part
 # 'auto': resume if out_dir has a checkpoint, otherwise scratch; so torchrun --max-restarts=3 goes on after a rank is lost
 init_from = "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
 # wandb and TensorBoard

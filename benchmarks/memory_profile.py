@@ -19,8 +19,7 @@ from benchmarks.contenders import Contender, Setup
 from forecast.activations import LiveBytes
 from forecast.modes import MODES, Mode
 from forecast.prediction import PURPOSES, Point
-from zero.checkpoint.format import named_tensors
-from zero.checkpoint.state import full_state
+from zero.checkpoint.state import snapshot
 from zero.held_bytes import held_bytes
 from zero.host_comm import gather_objects
 
@@ -77,10 +76,9 @@ class MemoryProfile:
             self._last_step()
             if can_save and self.mode.is_built:
                 self.live.reset_peak()
-                state = full_state(self.contender.module, self.contender.optimizer)
-                copy = sum(tensor.nbytes for tensor in {id(leaf): leaf for leaf in named_tensors(state).values()}.values())
-                self._record("saving", {**self._held(), "copy": copy}, total=self.live.peak)
-                del state
+                with snapshot(self.contender.optimizer, self.contender.module).arriving():
+                    pass
+                self._record("saving", self._held(), total=self.live.peak)
         return self.points
 
     def _last_step(self) -> None:

@@ -197,7 +197,7 @@ class Planner:
 
     def forecast(self, choice: Choice, world_size: int) -> Forecast:
         """Return what a choice needs. All choices have the same number of sequences per iteration."""
-        saving = {key: self.settings[key] for key in ("async_save", "checkpoint_format")}
+        saving = {"async_save": self.settings["async_save"]}
         return Forecast(self.prediction(choice, world_size), self.activations(choice), **saving)
 
     def prediction(self, choice: Choice, world_size: int) -> Prediction:

@@ -16,6 +16,7 @@ from forecast.traffic import BucketTensors, FlatTensor, Traffic
 from model import GPTConfig
 from zero.codecs import codec_of, encoded_nbytes
 from zero.collectives import KEPT_BYTES, PART, SUMMED_BY_NCCL, received_numels
+from zero.host_comm import MESSAGE_BYTES
 from zero.layout import BufferPlan, ParameterSpec, Plan
 from zero.muon.matrices import iteration_flops, matrix_plan, stacked
 from zero.tensors import piece_numel
@@ -141,7 +142,7 @@ class Prediction:
         those that have not moved, although the system provides its pages only as they fill. Weights that are rounded arrive in
         their own dtype first, in parts, of which there are two at a time.
         """
-        specs = [(self.plan.params[number], buffer.dtype) for buffer in self.plan.buffers for number in buffer.params]
+        specs = [(self.plan.params[number], buffer.dtype) for buffer in self.plan.buffers for number in buffer.layout.numels]
         not_moved = self.on_cpu * sum(spec.numel * spec.dtype.itemsize for spec, _ in specs)
         peak, before = not_moved, 0
         for spec, dtype in specs:
@@ -156,7 +157,7 @@ class Prediction:
         """Bytes of the weights that forward and backward use, with padding."""
         padding = 0
         for buffer in self.plan.buffers:
-            padding += (buffer.layout.padded_numel - sum(buffer.layout.numels)) * buffer.dtype.itemsize
+            padding += (buffer.layout.padded_numel - sum(buffer.layout.numels.values())) * buffer.dtype.itemsize
         return self.frozen + self.full_gradients + padding
 
     @cached_property
@@ -186,16 +187,21 @@ class Prediction:
         return 4 * max(numel for _, _, numel in self._owned)
 
     @cached_property
+    def arriving(self) -> int:
+        """Largest bytes of a checkpoint that arrive on rank 0, in main memory: a piece that is written and the next one."""
+        return 2 * min(MESSAGE_BYTES, 4 * max(numel for _, _, numel in self._owned)) if self.plan.world_size > 1 else 0
+
+    @cached_property
     def master(self) -> int:
         """Bytes of the masters of the owned slices."""
         held = [(buffer, shard) for buffer, shard in self._own_shards if buffer.has_masters]
         return sum(len(shard) * (2 if buffer.has_remainders else buffer.update_dtype.itemsize) for buffer, shard in held)
 
     @cached_property
-    def consolidated(self) -> int:
-        """Bytes in the main memory of rank 0 while it saves a consolidated checkpoint: weights and state of all ranks."""
+    def weights(self) -> int:
+        """Bytes of all weights, in the dtype of the update."""
         specs = zip(self.plan.params, self.plan.update_dtypes, strict=True)
-        return self.frozen + sum(self.plan.state_bytes) + sum(spec.numel * dtype.itemsize for spec, dtype in specs)
+        return self.frozen + sum(spec.numel * dtype.itemsize for spec, dtype in specs)
 
     def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
         return self.full_gradients if point in ("accumulating", "before step") else 0, 0
@@ -226,7 +232,7 @@ class Prediction:
     def _owned(self) -> list[tuple[torch.dtype, ParameterSpec, int]]:
         """Of each slice that is updated: the dtype of the update, the spec of the parameter and the number of elements."""
         dtypes, specs = self.plan.update_dtypes, self.plan.params
-        return [(dtypes[slice_.param], specs[slice_.param], slice_.numel) for slice_ in self.plan.slices(self.rank)]
+        return [(dtypes[slice_.number], specs[slice_.number], slice_.numel) for slice_ in self.plan.slices(self.rank)]
 
     @cached_property
     def _own_shards(self) -> list[tuple[BufferPlan, range]]:
@@ -297,7 +303,7 @@ class ShardedPrediction(Prediction):
         """Return the bytes of float32 copies of what a bucket has in another form, while it is updated."""
         copied = len(shard) * buffer.has_remainders
         for part in buffer.layout.placed_in(shard):
-            spec = self.plan.params[buffer.params[part.param]]
+            spec = self.plan.params[part.number]
             if spec.matrices:  # its directions; its momentum and its gradient are needed earlier, see `_exchanged`
                 copied += part.numel
             else:
@@ -394,8 +400,8 @@ class ShardedPrediction(Prediction):
         """Bytes of the buckets before the place of the gradient that arrives last."""
         before = 0
         for buffer in self.plan.buffers:
-            if self._last_parameter in buffer.params:
-                return before + buffer.layout.offsets[buffer.params.index(self._last_parameter)] * buffer.dtype.itemsize
+            if self._last_parameter in buffer.layout.offsets:
+                return before + buffer.layout.offsets[self._last_parameter] * buffer.dtype.itemsize
             before += buffer.layout.padded_numel * buffer.dtype.itemsize
         return before
 

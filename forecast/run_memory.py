@@ -36,8 +36,7 @@ class Forecast:
 
     prediction: Prediction  # model, optimizer and communication
     activations: Activations
-    async_save: bool = False  # settings of train.py
-    checkpoint_format: str = "consolidated"
+    async_save: bool = False  # a setting of train.py
 
     @property
     def peak(self) -> int:
@@ -48,20 +47,17 @@ class Forecast:
     def saving_peak(self) -> int:
         """Peak bytes on the device of a rank while a checkpoint is saved. With `async_save`, training continues meanwhile."""
         held = self.prediction
-        collecting = sum({**held.at("after step"), "buckets": 0}.values()) + held.decoded_slice  # kept buckets are freed
+        piece = max(held.decoded_slice, held.arriving if held.on_cpu else 0)
+        collecting = sum({**held.at("after step"), "buckets": 0}.values()) + piece  # kept buckets are freed
         meanwhile = max(collecting, self.peak) if self.async_save else collecting
         return meanwhile + (self.saved_copy if held.on_cpu else 0)
 
     @property
     def saved_copy(self) -> int:
-        """Bytes of main memory for what is saved: the whole state on rank 0, or of a sharded checkpoint each rank's part.
-
-        A sharded checkpoint is copied only with `async_save`.
-        """
+        """Bytes of main memory for a copy of what a rank saves, with `async_save`. Rank 0 has all weights without masters."""
         held = self.prediction
-        if self.checkpoint_format == "consolidated":
-            return held.consolidated
-        return held.plan.state_bytes[held.rank] + held.owned if self.async_save else 0
+        weights = held.owned if held.plan.has_masters else held.weights
+        return held.plan.state_bytes[held.rank] + weights if self.async_save else 0
 
 
 def planned_optimizer(muon: dict[str, Any] | None) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

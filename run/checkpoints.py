@@ -80,7 +80,6 @@ class Checkpoints:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.folder, self.always, self.read_only = (settings[key] for key in ("out_dir", "always_save_checkpoint", "eval_only"))
         self._keep, self._in_background = settings["keep_checkpoints"], settings["async_save"]
-        self._format = settings["checkpoint_format"]
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
         self.newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
         self._lock: TextIO | None = None  # on rank 0
@@ -121,19 +120,17 @@ class Checkpoints:
 
     def restore(self, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
         """Load the optimizer state from the checkpoint that `load` returned. See `zero.checkpoint.restore`."""
-        ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(self.loaded_from, checkpoint))
+        ckpt.restore(optimizer, checkpoint["optimizer"])
 
     def claim(self) -> None:
         """Lock the folder for this run and remove the unfinished files of killed runs. A read-only run does neither.
 
         Raises:
-            ValueError: if another run writes to the folder, this run cannot write to it, or all ranks must share it and do not.
+            ValueError: if another run writes to the folder, or this run cannot write to it.
         """
         if not self.read_only:
             on_rank_0(self._take_lock)
-            if self._format == "sharded":
-                self._check_shared()
-        how = self._keep, self._in_background, self._format, self._newest_is_corrupt, not self.read_only
+        how = self._keep, self._in_background, self._newest_is_corrupt, not self.read_only
         self._writer = CheckpointWriter(self.folder, *how)
 
     def without_earlier_run(self) -> AbstractContextManager[None]:
@@ -211,16 +208,6 @@ class Checkpoints:
                 tempfile.TemporaryFile(dir=above).close()
         except OSError as error:
             raise ValueError(f"cannot write to out_dir={self.folder}: {error.strerror}; use another --out_dir") from error
-
-    def _check_shared(self) -> None:
-        """Check that all ranks see the folder of rank 0, by the text of its lock."""
-        held = gather_objects(lock.read_holder(self.folder))
-        blind = [rank for rank, text in enumerate(held) if text != held[0]]
-        if blind:
-            raise ValueError(
-                f"checkpoint_format=sharded: rank {blind[0]} does not see the out_dir={self.folder} of rank 0; use a folder "
-                "that all hosts share, or --checkpoint_format=consolidated"
-            )
 
     def _find(self) -> str:
         if not self.read_only and os.path.isdir(self.folder):

@@ -88,7 +88,7 @@ class Shadow:
         # two numbers have the same sum in any order; `shard_gradients` may add micro-steps in another one
         self._is_exact = launched().world_size <= 2 and micro_steps == 1 and not grad_clip
         self._losses: list[torch.Tensor] = []  # of the micro-steps of this iteration
-        self._largest = torch.zeros(len(self._part.params), device=self._device)  # difference, by parameter
+        self._largest = torch.zeros(len(parameters(optimizer)), device=self._device)  # difference, by parameter
 
     def micro_step(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Run forward and backward of the copy. Call it before the forward of the run, which draws the same random numbers.
@@ -146,8 +146,7 @@ class Shadow:
         differences = ((number, own - plain[number]) for number, own in enumerate(params))
         if part.plan.has_masters:
             differences = (
-                (place.param, read() - flattened(plain[place.param], params[place.param])[place.start : place.stop])
-                for place, read in zip(part.slices[part.rank], part.readers, strict=True)
+                (own.number, own.read() - flattened(plain[own.number], own.param)[own.start : own.stop]) for own in part.owned
             )
         for number, difference in differences:
             self._largest[number] = torch.maximum(self._largest[number], difference.abs().max())  # nan stays
@@ -168,5 +167,5 @@ class Shadow:
         why = "; two ranks without clipping must find the same bits: this is a fault" if self._is_exact else ""
         if reasons:
             why = f"; differences are expected, because {' and '.join(reasons)}"
-        name = self._names[self._part.params[worst]]
+        name = self._names[parameters(self._part.optimizer)[worst]]
         print0(f"{after}, the largest difference from {plain} is {largest[worst]:.1e}, in {name}{why}")

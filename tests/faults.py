@@ -227,11 +227,11 @@ def wrong_value_on_rank_1(where):
         original(self, *args)
         self.synchronize()
         if rank() == 1:
-            owned = self.owned[0]
+            owned = self.placed.owned[0]
             assert owned.start > 0
             value = owned.param.view(-1)[owned.start - 1] if where == "weight" else owned.local[0]
             value += 0.25
-            print("disturbed:", self.names[owned.param])
+            print("disturbed:", self.placed.names[owned.param])
 
 
 def error_in_iteration(iteration):

@@ -161,10 +161,8 @@ def test_memory_at_each_point_of_a_step(everything, tmp_path):
     (whole,) = (row["gradients"] for row in rows if (row["mode"], row["point"]) == ("fsdp2", "accumulating"))
     assert whole == pytest.approx(parameters, rel=0.02), "FSDP2 keeps whole gradients between micro-steps"
     for row in rows:
-        if row["point"] == "saving":  # weights and two moments, or mostly one momentum
-            copies = 2 if row["mode"].endswith("muon") else 3
-            assert row["copy"] == pytest.approx(copies * parameters, rel=0.03)
-            assert row["rest"] < 0.02 * row["total"] + 1.2e6 * (row["mode"] == "codecs")  # decoded 131,072 at a time
+        if row["point"] == "saving":  # a piece of the state, and no copy of it
+            assert row["rest"] < 0.6 * parameters, (row["mode"], row["rest"], parameters)
     written = (everything / "memory.txt").read_text()
     assert "bench.py --name=all" in written
     assert "accumulating" in written

@@ -53,7 +53,7 @@ def test_the_state_in_a_checkpoint_is_that_of_torchs_muon_and_adamw(of_ddp):
 
 def test_a_run_goes_on_on_other_ranks_and_logs_what_it_sends(data, tmp_path, of_ddp):
     flags = [*MUON, "--log_interval=1"]
-    train(tmp_path, data, *flags, "--max_iters=3", "--checkpoint_format=sharded", ranks=3)
+    train(tmp_path, data, *flags, "--max_iters=3", ranks=3)
     train(tmp_path, data, *flags, "--max_iters=7", "--init_from=resume", ranks=2)
     sent = {event.get("comm/sent_all_to_all_mb_per_step") for event in events_of(tmp_path)} - {None}
     losses, _, printed = train(tmp_path, data, *flags, "--init_from=resume", "--muon_momentum=0.9")

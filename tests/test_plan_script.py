@@ -131,7 +131,7 @@ def test_the_rows_are_what_bench_predicts_for_the_rank_with_the_most_state(plann
             "activations": result.activations.saved,
             "peak": result.peak,
             "sent": sum(fullest.sent().values()),
-            "saving_on_cpu": fullest.consolidated,
+            "saving_on_cpu": 0,
             "state_to_mean": pytest.approx(max(state) * len(state) / sum(state)),
         }
         assert row | expected == row, (world_size, mode)
@@ -182,9 +182,10 @@ def test_a_verdict_comes_first(planned):
 
 
 def test_no_batch_fits_where_saving_does_not():
-    """On a CPU, a consolidated checkpoint takes the memory of the whole state: here more than training with batch size 1."""
-    row = next(row for row in planner(gpu_memory_gb=0.0005, batch_size=1).rows(8) if row["mode"] == "checkpointing")
-    assert CPU_RESIDENT * row["peak"] < 0.5e6 < CPU_RESIDENT * row["saving"]
+    """On a CPU, a save in the background takes a copy: here more than training with batch size 1."""
+    limited = planner(gpu_memory_gb=0.00045, batch_size=1, async_save=True)
+    row = next(row for row in limited.rows(8) if row["mode"] == "checkpointing")
+    assert CPU_RESIDENT * row["peak"] < 0.45e6 < CPU_RESIDENT * row["saving"]
     assert (row["fits"], row["largest_batch"]) == ("no", 0)
 
 
@@ -269,13 +270,14 @@ def test_a_prepared_dataset_is_checked_as_in_a_run(data):
 def test_a_background_save_takes_a_copy_while_training_goes_on():
     numel = sum(spec.numel for spec in gpt_specs(CONFIG))
     saved = row(2, async_save=True)
-    assert saved["saving"] == saved["peak"] + 12 * numel  # float32 weights and two moments
-    part = row(2, async_save=True, checkpoint_format="sharded")
-    assert part["saving"] - part["peak"] == part["saving_on_cpu"] == pytest.approx(6 * numel, rel=0.01)
-    assert row(2, checkpoint_format="sharded")["saving_on_cpu"] == 0
+    assert (
+        saved["saving"] - saved["peak"] == saved["saving_on_cpu"] == pytest.approx(8 * numel, rel=0.01)
+    )  # weights, moments / 2
+    masters = row(2, async_save=True, param_dtype="bfloat16")
+    assert masters["saving_on_cpu"] == pytest.approx(6 * numel, rel=0.01)
+    assert row(2)["saving_on_cpu"] == 0
     on_gpu = row(2, async_save=True, device="cuda")
     assert on_gpu["saving"] == on_gpu["peak"]
-    assert on_gpu["saving_on_cpu"] == 12 * numel
 
 
 def test_a_card_gives_its_memory_less_what_its_libraries_take():

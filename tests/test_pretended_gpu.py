@@ -30,7 +30,7 @@ from run import hooks
 from zero import ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.checkpoint import restore
-from zero.checkpoint.state import full_state
+from zero.checkpoint.state import snapshot
 from zero.flags import Flags
 from zero.optimizer import _wait_for_gathers
 
@@ -101,7 +101,7 @@ def train(flags, muon, saved=None):
             optimizer.zero_grad(set_to_none)
         waits = dict(gpu.waits)
         # there, a group of one rank has all of the state, and nobody sends it a part
-        return waits, full_state(module, optimizer) if flags.shard_size == 1 else None
+        return waits, snapshot(optimizer, module).in_memory() if flags.shard_size == 1 else None
 
 
 def every_flag():
@@ -154,7 +154,7 @@ def several_streams():
         model.reducer._reset()
         first.do("step", lambda: (model(*tokens).backward(), optimizer.step()))
         gpu.reset()
-        _wait_for_gathers(optimizer.buckets)
+        _wait_for_gathers(optimizer.placed.buckets)
         return waited, is_followed, gpu.waits.total()
 
 

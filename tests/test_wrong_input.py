@@ -29,7 +29,6 @@ MORE_MISTAKES = {  # one process finds them in the same way
     "--param_dtype=bfloat16 --dtype=float16": "use --dtype=bfloat16",
     "--weight_decay=-0.1": "weight_decay=-0.1 must not be negative",
     "--max_iters=-1": "max_iters=-1 must not be negative",
-    "--checkpoint_format=zip": "consolidated, sharded",
     "--optimizer=lion": "optimizer=lion is not one of adamw, muon",
     "--muon_momentum=0.9": "muon_momentum=0.9 needs optimizer=muon",
     f"--seed={2**70}": "seed must be less than 2**63",

@@ -1,6 +1,6 @@
-"""The tensors of a plan: flat buffers that hold the parameters, and buckets with this rank's slices of them."""
+"""The tensors of a plan: flat buffers that hold the parameters, buckets with this rank's slices of them, all in a Placement."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zero.layout import BufferPlan, Layout, Slice
+from zero.collectives import Communicator
+from zero.layout import BufferPlan, Layout, Plan, Slice
 from zero.masters import Masters, Remainders
 from zero.tensors import cut, cut_sizes, has_memory, memory_span, shaped, with_own_storage
 
@@ -19,23 +20,24 @@ class FlatBuffer:
     """Parameters of one dtype and device, whose data are views into one flat tensor."""
 
     data: torch.Tensor  # (layout.padded_numel,)
-    params: list[torch.nn.Parameter]  # numbered as in the layout
+    params: dict[int, torch.nn.Parameter]  # by number, in the order of the layout
     layout: Layout
-    places: list[tuple[Any, ...]] = field(default_factory=list)  # by number: address, shape and strides of the parameter
+    places: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # by number: address, shape and strides of the parameter
     former_memory: list[tuple[StorageWeakRef, int, int]] = field(default_factory=list)  # storage, start, end
 
     def move_in(self, number: int, like: torch.Tensor) -> None:
-        """Make the next parameter, `number`, a view into `data` with the strides of `like`. Its values are not copied."""
+        """Make a parameter a view into `data` with the strides of `like`. Its values are not copied."""
         param, offset = self.params[number], self.layout.offsets[number]
         if has_memory(param):
             self.former_memory.append((StorageWeakRef(param.untyped_storage()), *memory_span(param)))
         part = with_own_storage(self.data[offset : offset + param.numel()])
         param.data = part.as_strided(like.shape, like.stride())
-        self.places.append((param.data_ptr(), param.shape, param.stride()))
+        self.places[number] = (param.data_ptr(), param.shape, param.stride())
 
     def moved(self) -> Iterator[torch.nn.Parameter]:
         """Yield the parameters that are no longer in their place (`param.data = ...`, `model.to`)."""
-        for param, place in zip(self.params, self.places, strict=True):
+        for number, place in self.places.items():
+            param = self.params[number]
             if (param.data_ptr(), param.shape, param.stride()) != place and param.numel():
                 yield param
 
@@ -50,6 +52,7 @@ class FlatBuffer:
 class OwnedSlice(NamedTuple):
     """A slice of this rank, as the inner optimizer sees it."""
 
+    number: int  # of the parameter
     param: torch.nn.Parameter
     start: int  # first element of the flattened parameter, see `flattened`
     stop: int
@@ -82,7 +85,7 @@ class Bucket:
     masters: Masters | Remainders | None  # of `shard`, if `data` has lower precision than the update
     owned: list[OwnedSlice]  # the slices that this rank updates
     local_by_group: dict[int, list[torch.nn.Parameter]]  # their local parameters, by group of the inner optimizer
-    members: list[Slice]  # all slices in the bucket; `param` counts through the parameters of all buffers
+    members: list[Slice]  # all slices in the bucket
     gather: list[dist.Work] | None = None  # the all-gather in flight: until it ends, only the `shard` part may be read
 
     @cached_property
@@ -122,12 +125,51 @@ class Bucket:
                 owned.local.data = values
 
 
+@dataclass
+class Placement:
+    """The parameters of a ShardedOptimizer in their places. It owns this, and hands it to the parts that work on buckets."""
+
+    comm: Communicator
+    plan: Plan
+    groups: list[list[torch.nn.Parameter]] = field(default_factory=list)  # as they were laid out
+    frozen: list[torch.nn.Parameter] = field(default_factory=list)  # the parameters that are in no buffer
+    buffers: list[FlatBuffer] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
+    number_of: dict[torch.nn.Parameter, int] = field(default_factory=dict)  # of those in the buffers, in their order there
+    owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = field(default_factory=dict)  # this rank's slices, ascending
+    names: dict[torch.nn.Parameter, str] = field(default_factory=dict)  # known names, for messages
+    _versions: dict[torch.nn.Parameter, int] = field(default_factory=dict)  # at the last write that reached the masters
+
+    @property
+    def params(self) -> list[torch.nn.Parameter]:
+        """The parameters in the flat buffers, in their order there."""
+        return list(self.number_of)
+
+    @property
+    def owned(self) -> list[OwnedSlice]:
+        """The slices of this rank, bucket by bucket."""
+        return [owned for bucket in self.buckets for owned in bucket.owned]
+
+    def moved(self) -> dict[torch.nn.Parameter, torch.dtype]:
+        """Return the parameters that are no longer in their place, with the dtypes of their places."""
+        return {param: buffer.data.dtype for buffer in self.buffers for param in buffer.moved()}
+
+    def expect_versions(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Note that the writes to parameters so far have reached their masters, if they have any."""
+        if self.plan.has_masters:
+            self._versions.update((param, param._version) for param in params if param in self.number_of)
+
+    def written(self) -> list[torch.nn.Parameter]:
+        """Return the parameters whose masters have missed a write, as far as autograd's version counters show it."""
+        return [param for param, version in self._versions.items() if param._version != version]
+
+
 def allocate(
-    planned: BufferPlan, params: list[torch.nn.Parameter], rank: int, first_param: int, first_bucket: int
+    planned: BufferPlan, params: dict[int, torch.nn.Parameter], rank: int, first_bucket: int
 ) -> tuple[FlatBuffer, list[Bucket]]:
     """Return a flat buffer and its buckets. The padding is zero; the parameters are still to be written.
 
-    `params`: as the layout numbers them. `first_param`, `first_bucket`: how many parameters and buckets earlier buffers have.
+    `params`: by number, in the order of the layout. `first_bucket`: how many buckets earlier buffers have.
     """
     layout = planned.layout
     data = torch.empty(layout.padded_numel, dtype=planned.dtype, device=planned.device)  # on a CPU, this takes no memory yet
@@ -135,12 +177,11 @@ def allocate(
     buckets = []
     for number, (span, shards) in enumerate(zip(layout.buckets, layout.shards, strict=True), first_bucket):
         own = shards[rank]
-        members = [placed._replace(param=first_param + placed.param) for placed in layout.placed_in(span)]
         whole_bucket, shard = data[span.start : span.stop], data[own.start : own.stop]
         masters: Masters | Remainders | None = None
         if planned.has_masters:
             masters = Remainders(shard) if planned.has_remainders else Masters(shard, planned.update_dtype)
-        bucket = Bucket(number, whole_bucket, shard, masters, [], {}, members)
+        bucket = Bucket(number, whole_bucket, shard, masters, [], {}, layout.placed_in(span))
         for padding in torch.split_with_sizes(whole_bucket, bucket.cuts)[::2]:
             padding.zero_()
         for index, start, stop, offset in layout.placed_in(own):
@@ -149,6 +190,6 @@ def allocate(
                 local = shaped(local, param)
             local = torch.nn.Parameter(local)
             local.grad_dtype = None  # a gradient may be in the dtype of the weights until the update
-            bucket.owned.append(OwnedSlice(param, start, stop, offset, local, bucket.masters))
+            bucket.owned.append(OwnedSlice(index, param, start, stop, offset, local, bucket.masters))
         buckets.append(bucket)
     return buffer, buckets

@@ -1,12 +1,12 @@
 """What this package refuses, with the reason and the remedy: what it cannot divide, move or follow."""
 
-import itertools
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero.buckets import Placement
 from zero.muon import Muon
 from zero.tensors import is_dense, may_overlap, memory_span, name_of
 
@@ -111,38 +111,37 @@ def _check_memory(params: list[torch.nn.Parameter]) -> None:
         reached[device, trainable] = max((stop, shape), reached.get((device, trainable), (stop, shape)))
 
 
-def check_groups(optimizer: Any) -> None:
-    """Raise RuntimeError if the parameters in the groups of a ShardedOptimizer are not those that it has laid out."""
-    groups = [group["params"] for group in optimizer.param_groups]
-    if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in optimizer.params_of_groups]:
+def check_groups(placed: Placement, groups: list[dict[str, Any]]) -> None:
+    """Raise RuntimeError if the parameters in the groups are not those that were laid out."""
+    if [list(map(id, group["params"])) for group in groups] != [list(map(id, params)) for params in placed.groups]:
         raise RuntimeError("the parameters in param_groups have been changed; use add_param_group or build a new optimizer")
 
 
-def check_addition(optimizer: Any) -> None:
-    """Raise RuntimeError if a ShardedOptimizer cannot lay out another group."""
-    if not optimizer.source.is_whole:
+def check_addition(placed: Placement, groups: list[dict[str, Any]], is_wrapped: bool, inner: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError if a ShardedOptimizer, whose slices are in `inner`, cannot lay out another group."""
+    if is_wrapped:
         remedy = "give all groups to the constructor, or train under DistributedDataParallel"
         raise RuntimeError(f"the buckets of a ShardedDataParallel are laid out once; {remedy}")
-    check_groups(optimizer)
-    for param in optimizer.frozen:
-        if param.requires_grad and optimizer.inner.state.get(param):
+    check_groups(placed, groups)
+    for param in placed.frozen:
+        if param.requires_grad and inner.state.get(param):
             remedy = "build a new ShardedOptimizer, and load what consolidate_state_dict() gathers"
-            raise RuntimeError(f"{name_of(param, optimizer.names)} has state from a time when it was frozen; {remedy}")
+            raise RuntimeError(f"{name_of(param, placed.names)} has state from a time when it was frozen; {remedy}")
 
 
-def check_in_place(optimizer: Any) -> None:
+def check_in_place(placed: Placement, groups: list[dict[str, Any]]) -> None:
     """Raise RuntimeError for parameters that were moved, regrouped, unfrozen or written to. Looks at no element."""
-    check_groups(optimizer)
-    names = optimizer.names
-    for param in itertools.chain(*(buffer.moved() for buffer in optimizer.buffers)):
+    check_groups(placed, groups)
+    names = placed.names
+    for param in placed.moved():
         raise RuntimeError(
             f"{name_of(param, names)} was moved or replaced after ShardedOptimizer was built (by model.to, param.data = ..., "
             "flatten_parameters, or another optimizer); build the optimizer after that, and write with optimizer.set_parameter"
         )
-    for param in optimizer.written():
+    for param in placed.written():
         remedy = "write with optimizer.set_parameter(param, value) or load_state_dict of the model under ShardedDataParallel"
         raise RuntimeError(f"{name_of(param, names)} was written to, but its master was not; {remedy}")
-    for param in optimizer.frozen:
+    for param in placed.frozen:
         if param.grad is not None:
             name, remedy = name_of(param, names), "call add_param_group or build the optimizer after requires_grad_(True)"
             raise RuntimeError(f"{name} was frozen when ShardedOptimizer was built and has a gradient now; {remedy}")
@@ -155,12 +154,12 @@ def check_values(module: nn.Module) -> None:
             raise ValueError(f"{name} is on the meta device; build the model with values on all ranks")
 
 
-def check_wrapping(module: nn.Module, optimizer: Any, wrappers: tuple[type[nn.Module], ...], units: list[nn.Module]) -> None:
-    """Raise ValueError if these cannot be the arguments of a ShardedDataParallel."""
+def check_wrapping(module: nn.Module, is_wrapped: bool, wrappers: tuple[type[nn.Module], ...], units: list[nn.Module]) -> None:
+    """Raise ValueError if these cannot be the arguments of a ShardedDataParallel; `is_wrapped`: its optimizer has one."""
     parts = set(module.modules())
     if any(isinstance(part, wrappers) for part in parts):
         raise ValueError("the module is wrapped for data parallelism already; ShardedDataParallel takes the bare one")
-    if not optimizer.source.is_whole:
+    if is_wrapped:
         raise ValueError("the optimizer has a ShardedDataParallel already; make another ShardedOptimizer for another model")
     if ignored := getattr(module, "_ddp_params_and_buffers_to_ignore", None):
         raise ValueError(f"DistributedDataParallel was told to ignore {', '.join(ignored)}, which ShardedDataParallel cannot")

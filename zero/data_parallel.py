@@ -60,8 +60,8 @@ class ShardedDataParallel(nn.Module):
         if not isinstance(overlap, Iterable):
             raise ValueError(f"overlap={overlap!r} must be modules of the model, such as overlap=model.blocks; or leave it out")
         units = list(overlap)
-        check_wrapping(module, optimizer, (nn.parallel.DistributedDataParallel, ShardedDataParallel), units)
-        self.module, self.optimizer = module, optimizer
+        check_wrapping(module, not optimizer.source.is_whole, (nn.parallel.DistributedDataParallel, ShardedDataParallel), units)
+        self.module, self.optimizer, self._placed = module, optimizer, optimizer.placed
         # as under DistributedDataParallel, buffers that are added later do not count if there are none now
         self.broadcast_buffers = broadcast_buffers and next(module.buffers(), None) is not None
         self.require_backward_grad_sync = True  # whether the next backward sends its gradients, as in DistributedDataParallel
@@ -69,24 +69,24 @@ class ShardedDataParallel(nn.Module):
         self._loaded: dict[nn.Module, list[nn.Parameter]] = {}  # by module: parameters whose masters have been loaded
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
         self._check_parameters()
-        optimizer.names.update({param: name for name, param in module.named_parameters()})
-        if optimizer.plan.param_dtype is not None:
-            module.to(optimizer.plan.param_dtype)
+        self._placed.names.update({param: name for name, param in module.named_parameters()})
+        if self._placed.plan.param_dtype is not None:
+            module.to(self._placed.plan.param_dtype)
         self._broadcast_unsharded()
         self.reducer = optimizer.source = Reducer(self)
         overlaps = units and not optimizer.comm.is_alone
-        if optimizer.plan.has_masters or overlaps:
+        if self._placed.plan.has_masters or overlaps:
             for part in module.modules():
                 part.register_state_dict_pre_hook(_Hook(lambda *_: optimizer.synchronize()))
                 part.register_load_state_dict_pre_hook(_Hook(self._before_loading))
-                part.register_load_state_dict_post_hook(_Hook(lambda of, _: optimizer.expect_versions(self._loaded.pop(of))))
+                part.register_load_state_dict_post_hook(_Hook(lambda of, _: self._placed.expect_versions(self._loaded.pop(of))))
         if overlaps:
             self._install_waits(units)
 
     def _check_parameters(self) -> None:
         """Refuse, on all ranks, parameters and buffers that are not the optimizer's, differ, or cannot be moved."""
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
-        number_of: dict[Any, int] = self.optimizer.number_of
+        number_of: dict[Any, int] = self._placed.number_of
         facts: dict[str, Any] = {f"{name!r}": (*properties(tensor), number_of.get(tensor)) for name, tensor in named}
         facts |= {"shard_gradients": self.shard_gradients, "broadcast_buffers": self.broadcast_buffers}
         check_same_on_all_ranks(facts, self.optimizer.comm.group)
@@ -95,20 +95,20 @@ class ShardedDataParallel(nn.Module):
     def _check_own_parameters(self) -> None:
         check_values(self.module)
         check_not_wrapped(self.module)
-        check_all_managed(self.module, self.optimizer.number_of)
+        check_all_managed(self.module, self._placed.number_of)
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
-            if tensor in self.optimizer.number_of:
+            if tensor in self._placed.number_of:
                 continue
-            if any(buffer.uses_former_memory(tensor) for buffer in self.optimizer.buffers):
+            if any(buffer.uses_former_memory(tensor) for buffer in self._placed.buffers):
                 remedy = "use the parameter in its place, or clone() it"
                 raise ValueError(f"{name} shares memory with a parameter, which ShardedOptimizer has moved; {remedy}")
-            if self.optimizer.plan.param_dtype is not None and tensor.is_complex():
-                raise ValueError(f"param_dtype={self.optimizer.plan.param_dtype} would drop the imaginary parts of {name}")
+            if self._placed.plan.param_dtype is not None and tensor.is_complex():
+                raise ValueError(f"param_dtype={self._placed.plan.param_dtype} would drop the imaginary parts of {name}")
 
     def _broadcast_unsharded(self) -> None:
         """Broadcast rank 0's frozen parameters and, with `broadcast_buffers`, its buffers to all ranks."""
         named = (*self.module.named_parameters(), *(self.module.named_buffers() if self.broadcast_buffers else ()))
-        self._broadcast((name, tensor) for name, tensor in named if tensor not in self.optimizer.number_of)
+        self._broadcast((name, tensor) for name, tensor in named if tensor not in self._placed.number_of)
 
     def _install_waits(self, units: list[nn.Module]) -> None:
         """Let the model wait for the parameters outside of its units, and each unit and compiled module for its own."""
@@ -120,7 +120,7 @@ class ShardedDataParallel(nn.Module):
             if part in units or is_compiled:
                 wait = self._wait_for(part.parameters())
             elif part is self.module:
-                wait = self._wait_for(self.optimizer.number_of.keys() - in_units)  # and those of a loss
+                wait = self._wait_for(self._placed.number_of.keys() - in_units)  # and those of a loss
             else:
                 continue
             if part._compiled_call_impl is None:
@@ -131,8 +131,8 @@ class ShardedDataParallel(nn.Module):
 
     def _wait_for(self, params: Iterable[nn.Parameter]) -> Callable[..., None]:
         """Return a function that waits for the all-gathers of some parameters."""
-        numbers = {self.optimizer.number_of.get(param) for param in params}
-        needed = [bucket for bucket in self.optimizer.buckets if any(placed.param in numbers for placed in bucket.members)]
+        numbers = {self._placed.number_of.get(param) for param in params}
+        needed = [bucket for bucket in self._placed.buckets if any(member.number in numbers for member in bucket.members)]
         return lambda *_: self.optimizer.synchronize(needed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -171,7 +171,7 @@ class ShardedDataParallel(nn.Module):
         """Load parameters from the state dict into the masters, in full precision. The module itself loads the rest."""
         self.optimizer.synchronize()
         self._loaded[module] = []
-        for name, param in module._parameters.items() if self.optimizer.plan.has_masters else ():
+        for name, param in module._parameters.items() if self._placed.plan.has_masters else ():
             value = state_dict.get(prefix + name)
             if value is not None and param is not None and (value.shape == param.shape or value.numel() == param.numel() == 1):
                 self.optimizer.set_parameter(param, value.view(param.shape))

@@ -24,7 +24,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, *args)
         is_whole, (_, found_inf, _) = optimizer.source.is_whole, args
-        if is_whole and optimizer.plan.param_dtype == torch.float16:
+        if is_whole and optimizer.placed.plan.param_dtype == torch.float16:
             raise ValueError("only ShardedDataParallel unscales float16 gradients, as float32 sums; wrap the model in it")
         optimizer.collect_gradients()
         scaled = optimizer if is_whole else optimizer.inner

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero.buckets import Bucket
+from zero.buckets import Bucket, Placement
 from zero.checks import SPARSE
 from zero.host_comm import cpu_group
 from zero.tensors import flattened, name_of, shaped
@@ -48,13 +48,13 @@ class ParameterGradients(GradientSource):
 
     is_whole = True
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer  # a ShardedOptimizer
+    def __init__(self, placed: Placement) -> None:
+        self._placed = placed
         self._compared = 0  # steps whose gradients were compared between the ranks
 
     def check(self) -> None:
         """Refuse sparse gradients, gradients on some ranks only, and in the first steps norms that differ by rank."""
-        comm, params = self._optimizer.comm, self._optimizer.flat_params
+        comm, params = self._placed.comm, self._placed.params
         if any(param.grad is not None and param.grad.is_sparse for param in params):
             raise RuntimeError(SPARSE)
         if comm.world_size == 1:
@@ -63,7 +63,7 @@ class ParameterGradients(GradientSource):
         found = torch.stack((has_one, ~has_one)).to(torch.uint8)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=cpu_group(comm.group))  # does not wait for a GPU
         if on_some := found.all(dim=0).nonzero().flatten().tolist():
-            name = name_of(params[on_some[0]], self._optimizer.names)
+            name = name_of(params[on_some[0]], self._placed.names)
             raise RuntimeError(
                 f"{name} has a gradient on some ranks only; average the gradients over all ranks, where a rank without one "
                 "counts as zero, or use ShardedDataParallel"
@@ -77,17 +77,15 @@ class ParameterGradients(GradientSource):
         norms = [norm.item() for param in params for norm in float32_norms([param.grad])]  # type: ignore[list-item]
         rows = [[norm, -norm] if math.isfinite(norm) else [0.0, 0.0] for norm in norms] or [[0.0, 0.0]]
         extremes = torch.tensor(rows, dtype=torch.float64, device="cpu")
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=cpu_group(self._optimizer.comm.group))
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=cpu_group(self._placed.comm.group))
         for param, (largest, less) in zip(params, extremes.tolist(), strict=False):
             if largest + less > TOLERANCE * largest:
-                what = f"the gradient of {name_of(param, self._optimizer.names)} has norm {-less:.4g} on one rank"
+                what = f"the gradient of {name_of(param, self._placed.names)} has norm {-less:.4g} on one rank"
                 remedy = "average the gradients over all ranks before step, or use ShardedDataParallel"
                 raise RuntimeError(f"{what} and {largest:.4g} on another; {remedy}")
 
     def collect(self) -> Iterator[Bucket]:
-        self._optimizer.follow_moves()
-        buckets: list[Bucket] = self._optimizer.buckets
-        for bucket in buckets:
+        for bucket in self._placed.buckets:
             for owned in bucket.owned:
                 local, gradient = owned.local, owned.param.grad
                 if gradient is None:
@@ -100,13 +98,13 @@ class ParameterGradients(GradientSource):
             yield bucket
 
     def updated(self) -> list[torch.nn.Parameter]:
-        return [param for param in self._optimizer.flat_params if param.grad is not None]
+        return [param for param in self._placed.params if param.grad is not None]
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Do nothing: what `collect` converts is `local.grad`, which the optimizer drops."""
 
     def held_bytes(self) -> dict[str, int]:
-        converted = [owned.local.grad for owned in self._optimizer.owned if owned.masters is not None]
+        converted = [owned.local.grad for owned in self._placed.owned if owned.masters is not None]
         return {"gradients": sum(gradient.nbytes for gradient in converted if gradient is not None)}
 
 

@@ -34,9 +34,9 @@ def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None =
         own = [param.grad.nbytes for param in params if param.grad is not None and not param.grad._is_view()]
         held["gradients"] = sum(own) + sum(param.nbytes for param in params if param.requires_grad)
     if isinstance(optimizer, ShardedOptimizer):
-        for buffer in optimizer.buffers:
-            held["parameters"] += buffer.data.nbytes - sum(param.nbytes for param in buffer.params)
-        held["master"] = sum(bucket.masters.nbytes for bucket in optimizer.buckets if bucket.masters is not None)
+        for buffer in optimizer.placed.buffers:
+            held["parameters"] += buffer.data.nbytes - sum(param.nbytes for param in buffer.params.values())
+        held["master"] = sum(bucket.masters.nbytes for bucket in optimizer.placed.buckets if bucket.masters is not None)
         for purpose, count in optimizer.source.held_bytes().items():
             held[purpose] += count
     return held

@@ -1,6 +1,6 @@
 """Messages between ranks from main memory, also where the collectives run on GPUs: Python objects, and tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -105,24 +105,19 @@ def check_same_on_all_ranks(facts: dict[str, Any], group: dist.ProcessGroup | No
     on_all_ranks(compare, group)
 
 
-def gather_tensors(
-    own: list[Callable[[], torch.Tensor]], places: list[list[torch.Tensor]] | None, group: dist.ProcessGroup | None, to: int = 0
-) -> None:
-    """Gather flat tensors of all ranks on rank `to`. Needs to be called on all ranks of a group that sends from main memory.
+def send(tensor: torch.Tensor, to: int, group: dist.ProcessGroup | None) -> None:
+    """Send a flat tensor to a rank, which calls `received`. Ranks are numbered as those of all processes."""
+    for message in _messages(tensor):
+        dist.send(message, to, group=group, tag=TAG)
 
-    Args:
-        own: functions that return the tensors of this rank. They are called one by one, so that few tensors exist.
-        places: on rank `to`, for each rank, where its tensors go; on others None.
-    """
-    if places is None:
-        for read in own:
-            elements = read()
-            for message in elements.split(MESSAGE_BYTES // elements.itemsize):
-                dist.send(message.cpu(), group_dst=to, group=group, tag=TAG)
-        return
-    for place, read in zip(places[to], own, strict=True):
-        place.copy_(read())
-    for rank, of_rank in enumerate(places):
-        for place in of_rank if rank != to else ():
-            for message in place.split(MESSAGE_BYTES // place.itemsize):
-                dist.recv(message, group_src=rank, group=group, tag=TAG)
+
+def received(like: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> Iterator[torch.Tensor]:
+    """Yield in pieces what a rank sends: a flat tensor with as many elements as `like`, and of its dtype."""
+    for message in _messages(like):
+        piece = torch.empty_like(message, device="cpu")
+        dist.recv(piece, rank, group=group, tag=TAG)
+        yield piece
+
+
+def _messages(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tensor.split(MESSAGE_BYTES // tensor.itemsize)

@@ -11,17 +11,16 @@ import torch
 from zero.checkpoint.state import CheckpointError, consolidate, restore
 from zero.collectives import Communicator
 from zero.host_comm import broadcast_object, meet, on_all_ranks, on_any_rank
+from zero.sharded_state import DividedOptimizer
 
 ELSEWHERE = "consolidated_on_rank"  # in the state dicts of other ranks
 _DIVIDED = "the optimizer state is divided among the ranks"
 
 
-class DividedState(torch.optim.Optimizer):
+class DividedState(DividedOptimizer):
     """What a ShardedOptimizer shares with ZeroRedundancyOptimizer: the state is gathered before `state_dict` returns it."""
 
     comm: Communicator
-    has_state: bool  # whether any rank may have state; the same on all ranks
-    gathered: dict[Any, Any] | None  # the whole state, or {ELSEWHERE: the rank that has it}; None: not gathered
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to` of the process group, where `state_dict` returns it until the next write.

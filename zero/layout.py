@@ -2,6 +2,7 @@
 
 `plan` computes for any world size which rank owns which slice of which parameter. Terms used in this package:
 
+number        of a parameter, as a torch.optim `state_dict()` counts them; everywhere in this package
 flat buffer   all parameters of one dtype laid end to end in the given order, with padding. The optimizer reverses the order
               of its parameters, because later parameters get their gradients earlier.
 bucket        consecutive elements of the flat buffer; the unit of communication
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -50,9 +52,9 @@ class ParameterSpec(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Elements `start:stop` of flattened parameter number `param`."""
+    """Elements `start:stop` of a flattened parameter."""
 
-    param: int
+    number: int  # of the parameter
     start: int
     stop: int
     offset: int = 0  # where they begin in a bucket or shard
@@ -95,26 +97,26 @@ def parameter_specs(
 class Layout:
     """The positions of the parameters, buckets, shards and slices in one flat buffer."""
 
-    numels: tuple[int, ...]  # number of elements of each parameter
-    offsets: tuple[int, ...]  # first element of each parameter in the flat buffer
+    numels: dict[int, int]  # by number of a parameter, in the order of the flat buffer: how many elements it has
+    offsets: dict[int, int]  # and its first element in the flat buffer
     shards: tuple[tuple[range, ...], ...]  # of each bucket, by rank: elements of the flat buffer, which they cover without gaps
 
     @classmethod
-    def by_element(cls, numels: Sequence[int], world_size: int, bucket_numel: int, align: int = 1) -> Self:
+    def by_element(cls, numels: Mapping[int, int], world_size: int, bucket_numel: int, align: int = 1) -> Self:
         """Make equal buckets of at most `bucket_numel` elements, with equal shards for `world_size` ranks.
 
         Args:
-            numels: number of elements of each parameter, in the order of the flat buffer.
+            numels: number of elements of each parameter, by its number, in the order of the flat buffer.
             bucket_numel: largest number of elements per bucket, rounded up to a multiple of `align * world_size`.
             align: number of elements per vector of the kernels that will run over slices.
         """
-        *offsets, end = accumulate((_ceil(max(numel, 1), align) * align for numel in numels), initial=0)
+        *offsets, end = accumulate((_ceil(max(numel, 1), align) * align for numel in numels.values()), initial=0)
         unit = align * world_size
         buckets = max(1, _ceil(end, _ceil(bucket_numel, unit) * unit))
         numel = _ceil(end, buckets * unit) * align  # per shard
         firsts = range(0, buckets * world_size * numel, max(1, world_size * numel))
         shards = [tuple(range(first + r * numel, first + (r + 1) * numel) for r in range(world_size)) for first in firsts]
-        return cls(tuple(numels), tuple(offsets), tuple(shards))
+        return cls(dict(numels), dict(zip(numels, offsets, strict=True)), tuple(shards))
 
     @cached_property
     def buckets(self) -> list[range]:
@@ -127,32 +129,30 @@ class Layout:
         return self.buckets[-1].stop if self.buckets else 0
 
     def slices(self, rank: int) -> list[Slice]:
-        """Return the slices that `rank` owns, in the order of the flat buffer; `param` counts through `numels`."""
+        """Return the slices that `rank` owns, in the order of the flat buffer."""
         return [slice_ for shards in self.shards for slice_ in self.placed_in(shards[rank])]
 
     def placed_in(self, span: range) -> list[Slice]:
         """Return the parts of parameters that lie in `span`, with their offsets in it, in the order of the flat buffer."""
         found = []
-        first = max(0, bisect_right(self._in_order, (span.start, len(self.numels))) - 1)
-        for offset, param in self._in_order[first:]:
+        first = max(0, bisect_right(self._in_order, span.start, key=itemgetter(1)) - 1)
+        for number, offset in self._in_order[first:]:
             if offset >= span.stop:
                 break
-            start, stop = max(span.start - offset, 0), min(span.stop - offset, self.numels[param])
-            if start < stop or (self.numels[param] == 0 and span.start <= offset):
-                found.append(Slice(param, start, stop, offset + start - span.start))
+            start, stop = max(span.start - offset, 0), min(span.stop - offset, self.numels[number])
+            if start < stop or (self.numels[number] == 0 and span.start <= offset):
+                found.append(Slice(number, start, stop, offset + start - span.start))
         return found
 
     @cached_property
     def _in_order(self) -> list[tuple[int, int]]:
-        """The offsets and numbers of the parameters, in the order of the flat buffer."""
-        return sorted(zip(self.offsets, range(len(self.numels)), strict=True))
+        return list(self.offsets.items())
 
 
 @dataclass(frozen=True)
 class BufferPlan:
     """One flat buffer: trainable parameters of one dtype and device."""
 
-    params: tuple[int, ...]  # numbers of the plan's parameters, in the order of the layout
     layout: Layout
     dtype: torch.dtype  # dtype in which the parameters are stored
     update_dtype: torch.dtype  # dtype in which the parameters are updated
@@ -182,7 +182,7 @@ class Plan:
             return list(self.assigned[rank])
         slices: list[Slice] = []
         for buffer in self.buffers:
-            slices += [slice_._replace(param=buffer.params[slice_.param]) for slice_ in buffer.layout.slices(rank)]
+            slices += buffer.layout.slices(rank)
         if rank == 0:  # rank 0 has the optimizer state of frozen parameters, if there is any
             slices += [Slice(number, 0, spec.numel) for number, spec in enumerate(self.params) if not spec.requires_grad]
         return sorted(slices)
@@ -192,12 +192,12 @@ class Plan:
         """By rank: bytes of the per-element optimizer state of the trainable parameters, in the dtype of the update."""
         with_dtypes = zip(self.params, self.update_dtypes, strict=True)
         each = [spec.requires_grad * spec.state_tensors * dtype.itemsize for spec, dtype in with_dtypes]  # per element
-        return [sum(each[slice_.param] * slice_.numel for slice_ in self.slices(rank)) for rank in range(self.world_size)]
+        return [sum(each[slice_.number] * slice_.numel for slice_ in self.slices(rank)) for rank in range(self.world_size)]
 
     @cached_property
     def update_dtypes(self) -> list[torch.dtype]:
         """The dtype in which each parameter is updated."""
-        of_buffers = {number: buffer.update_dtype for buffer in self.buffers for number in buffer.params}
+        of_buffers = {number: buffer.update_dtype for buffer in self.buffers for number in buffer.layout.numels}
         return [of_buffers.get(number, spec.dtype) for number, spec in enumerate(self.params)]
 
     @property
@@ -222,14 +222,14 @@ def plan(
 ) -> Plan:
     """Return the plan of a ShardedOptimizer: flat buffers, one per dtype and device, in reverse registration order.
 
-    `params` are numbered as in a torch.optim `state_dict()`, and `world_size` ranks share their state. Those that
-    `options` store in another dtype are updated in their own, at least float32. `earlier`: existing buffers. Raises ValueError.
+    `world_size` ranks share the state of `params`. Those that `options` store in another dtype are updated in their own, at
+    least float32. `earlier`: existing buffers. Raises ValueError.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be positive")
     param_dtype, has_remainders = options.stored_dtype, options.param_dtype == "bfloat16_remainder"
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    nbytes, laid_out = 0, {number for buffer in earlier for number in buffer.params}
+    nbytes, laid_out = 0, {number for buffer in earlier for number in buffer.layout.numels}
     for number in sorted(range(len(params)), key=lambda number: params[number].position)[::-1]:
         if params[number].requires_grad and number not in laid_out:
             kinds.setdefault((params[number].dtype, params[number].device), []).append(number)
@@ -238,13 +238,13 @@ def plan(
     buffers = list(earlier)
     for (own_dtype, device), numbers in kinds.items():
         dtype = param_dtype or own_dtype
-        numels, bucket_numel = [params[number].numel for number in numbers], max(1, int(megabytes * 1e6) // dtype.itemsize)
-        layout = Layout.by_element(numels, world_size, bucket_numel, align=_VECTOR_BYTES // dtype.itemsize)
+        numels, bucket_numel = {number: params[number].numel for number in numbers}, int(megabytes * 1e6) // dtype.itemsize
+        layout = Layout.by_element(numels, world_size, max(1, bucket_numel), align=_VECTOR_BYTES // dtype.itemsize)
         update_dtype = own_dtype if param_dtype is None else torch.promote_types(own_dtype, torch.float32)
         if has_remainders and update_dtype != torch.float32:
             remedy = "use param_dtype='bfloat16'"
             raise ValueError(f"param_dtype='bfloat16_remainder' needs float32 masters, not {update_dtype}; {remedy}")
-        buffers.append(BufferPlan(tuple(numbers), layout, dtype, update_dtype, device, has_remainders))
+        buffers.append(BufferPlan(layout, dtype, update_dtype, device, has_remainders))
     return Plan(tuple(params), world_size, tuple(buffers), None, param_dtype, options.state_dtype)
 
 

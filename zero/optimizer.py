@@ -10,18 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero.buckets import Bucket, FlatBuffer, OwnedSlice
+from zero.buckets import Bucket, Placement
 from zero.checks import KNOWN, check_addition, check_class, check_in_place
 from zero.codecs import codec_of
 from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms
 from zero.host_comm import meet, on_all_ranks, on_any_rank
 from zero.interface import CallersState, DividedState
-from zero.layout import Plan
 from zero.masters import store_rounded
 from zero.options import Options
-from zero.placement import groups_of_slices, have_moved, lay_out
-from zero.sharded_state import Partition, hyperparameters, partition, synchronized_partition
+from zero.placement import checked_plan, groups_of_slices, have_moved, lay_out
+from zero.sharded_state import Partition, hyperparameters, parameters
 from zero.stopwatch import region
 from zero.tensors import flattened
 from zero.update import SliceUpdate
@@ -78,40 +77,32 @@ class ShardedOptimizer(DividedState):
         if overlap_with_ddp:
             raise ValueError("overlap_with_ddp=True is not supported; use zero.ShardedDataParallel, which overlaps")
         optimizer_cls = check_class(optimizer_cls, optimizer_class, elementwise)
-        self.comm, self.optimizer_cls = Communicator(process_group, self.options), optimizer_cls
-        self.arguments, self.device = kwargs, device
-        self.registration_order = list(registration_order or ())
-        self.buffers: list[FlatBuffer] = []
-        self.buckets: list[Bucket] = []
-        self.number_of: dict[torch.nn.Parameter, int] = {}  # the parameters in the buffers, numbered as in `Bucket.members`
-        self._versions: dict[torch.nn.Parameter, int] = {}  # `param._version` at the last write that reached the masters
-        self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
-        self.params_of_groups: list[list[torch.nn.Parameter]]  # as they were laid out
-        self.frozen: list[torch.nn.Parameter]  # the parameters that are in no buffer
-        self.owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
-        self.source: GradientSource = ParameterGradients(self)  # or the Reducer of the ShardedDataParallel around the model
+        self.comm = Communicator(process_group, self.options)
+        self._make = partial(optimizer_cls, **kwargs)  # from groups of slices
+        self._how = self._make, self.comm, self.options, list(registration_order or ()), device
+        self.placed: Placement
+        self.source: GradientSource  # ParameterGradients, or the Reducer of the ShardedDataParallel around the model
         self.overlaps = False  # whether forward waits for the all-gathers, in place of `step`
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
-        self.plan: Plan
         self.is_known_class = optimizer_cls in KNOWN  # then it keeps no reference to a gradient
-        # a rank that ends its program right after a step must not leave the others without their parameters
-        weakref.finalize(self, _wait_for_gathers, self.buckets)
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
         self.state = CallersState(dict)
         self._build()
 
     def _build(self) -> None:
         """Lay out the parameters where they are now, and make the optimizer of this rank's slices."""
-        for laid_out in (self.buffers, self.buckets, self.number_of, self.owned_of):
-            laid_out.clear()
-        lay_out(self)
-        cls, inner_groups = self.optimizer_cls, groups_of_slices(self)
-        self.inner = on_all_ranks(lambda: cls(inner_groups, **self.arguments), self.comm.group)
+        self.placed = Placement(self.comm, checked_plan(self.param_groups, *self._how))
+        lay_out(self.placed, self.param_groups)
+        # a rank that ends its program right after a step must not leave the others without their parameters
+        weakref.finalize(self, _wait_for_gathers, self.placed.buckets)
+        self.inner = on_all_ranks(partial(self._make, groups_of_slices(self.placed, self.param_groups)), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
-            raise ValueError(f"{cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
+            raise ValueError(
+                f"{type(self.inner).__name__} registers step hooks on itself, which ShardedOptimizer would not call"
+            )
         self.has_state, self.gathered = on_any_rank(bool(self.inner.state), self.comm.group), None  # as of Adagrad
-        self._update = SliceUpdate(self.inner, self.buckets, codec_of(self.options.state_dtype))
-        self._update.prepare(self)
+        self._update = SliceUpdate(self.inner, self.placed, codec_of(self.options.state_dtype))
+        self.source = ParameterGradients(self.placed)
         for name in {"train", "eval"} & {*dir(self.inner)}:  # of schedule-free classes
             setattr(self, name, partial(_call_inner, self, name))
         self.defaults = dict(self.inner.defaults)
@@ -119,7 +110,8 @@ class ShardedOptimizer(DividedState):
 
     def follow_moves(self) -> None:
         """Lay out anew what was moved before the first step, as `Accelerator.prepare` does. Needs to be called on all ranks."""
-        if have_moved(self):
+        may_move = not self.has_state and self.source.is_whole and not self.placed.plan.has_masters
+        if may_move and have_moved(self.placed, self.param_groups):
             self._build()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -137,18 +129,20 @@ class ShardedOptimizer(DividedState):
         self.follow_moves()
         before = list(self.param_groups)
         try:
-            on_all_ranks(partial(check_addition, self), self.comm.group)
+            check = partial(check_addition, self.placed, before, not self.source.is_whole, self.inner)
+            on_all_ranks(check, self.comm.group)
             on_all_ranks(partial(super().add_param_group, param_group), self.comm.group)
-            lay_out(self, self.plan)
+            self.placed.plan = checked_plan(self.param_groups, *self._how, self.placed.plan)
+            lay_out(self.placed, self.param_groups)
         except BaseException:
             self.param_groups[:] = before
             raise
-        *groups, added = groups_of_slices(self)
+        *groups, added = groups_of_slices(self.placed, self.param_groups)
         for group, inner_group in zip(groups, self.inner.param_groups, strict=True):
             inner_group["params"] = group["params"]
         self.inner.add_param_group(added)
-        self._update.prepare(self)
-        self.source = ParameterGradients(self)
+        self._update.prepare()
+        self.source = ParameterGradients(self.placed)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -162,7 +156,7 @@ class ShardedOptimizer(DividedState):
                 loss = closure()
         self.synchronize()
         self.follow_moves()
-        check_in_place(self)
+        check_in_place(self.placed, self.param_groups)
         self.source.check()
         self.collect_gradients()  # phase 1
         changed = self.source.updated()
@@ -185,13 +179,13 @@ class ShardedOptimizer(DividedState):
             _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # which a class may change, as a counter
         # tell autograd that the update and the all-gathers write to the memory of the parameters
         torch.autograd.graph.increment_version(changed)
-        self.expect_versions(changed)
+        self.placed.expect_versions(changed)
         if not self.overlaps:
             self.synchronize()
 
     def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Wait for all all-gathers, or those of `buckets`. On a GPU, the current stream waits, not the host."""
-        for bucket in self.buckets if buckets is None else buckets:
+        for bucket in self.placed.buckets if buckets is None else buckets:
             if bucket.gather is not None:
                 with region(f"zero::wait_all_gather bucket {bucket.number}"):
                     self.comm.wait("all-gather", bucket.gather, bucket.data.device)
@@ -199,18 +193,19 @@ class ShardedOptimizer(DividedState):
 
     def collect_gradients(self) -> None:
         """Phase 1: give the owned slices their gradients until the next `zero_grad`. Needs to be called on all ranks."""
+        self.follow_moves()
         for _ in self.source.collect():
             pass
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as in torch.optim. The next step skips a gradient that is None, but not one that is zero."""
-        for param in itertools.chain(*self.params_of_groups):
+        for param in itertools.chain(*self.placed.groups):
             if set_to_none or param.grad is None:
                 param.grad = None
             elif not isinstance(param.grad, SentGradient):
                 param.grad = param.grad.detach().zero_()
         self.source.zero_grad(set_to_none)
-        for owned in self.owned:
+        for owned in self.placed.owned:
             owned.local.grad = None
 
     @torch.no_grad()
@@ -223,7 +218,7 @@ class ShardedOptimizer(DividedState):
         if not (norm_type := float(norm_type)) > 0:
             raise ValueError(f"norm_type={norm_type} must be positive; 2.0 is the usual norm, inf the largest gradient")
         self.follow_moves()
-        device = self.buckets[0].data.device if self.buckets else None
+        device = self.placed.buckets[0].data.device if self.placed.buckets else None
         norms = [torch.zeros((), dtype=torch.float32, device=device)]
         for bucket in self.source.collect():  # meanwhile, the gradients of the next bucket are in flight
             if gradients := [owned.local.grad for owned in bucket.owned if owned.local.grad is not None]:
@@ -239,38 +234,33 @@ class ShardedOptimizer(DividedState):
             torch.nn.utils.clip_grads_with_norm_(itertools.chain(*(group["params"] for group in groups)), max_norm, norm)
         return norm
 
+    def partition(self) -> Partition:
+        """Return the partition of the state over the ranks."""
+        comm, owned_of = self.comm, self.placed.owned_of
+        owned = list(itertools.chain(*(owned_of.get(param, []) for param in parameters(self))))
+        return Partition(self, self.inner, self.placed.plan, comm.shard_rank, comm.shard_group, owned, comm.replica)
+
+    def settle(self) -> None:
+        """Make the state ready to be saved or restored. Needs to be called on all ranks."""
+        meet(self.comm.group)
+        self.synchronize()
+        self.follow_moves()
+        on_all_ranks(partial(check_in_place, self.placed, self.param_groups), self.comm.group)
+        self.comm.pool.clear()  # frees memory for a copy
+
     @torch.no_grad()
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Overwrite a parameter, and its masters in the full precision of `value`. Needs to be called on all ranks."""
         self.synchronize()
         value = value.expand_as(param)
-        if self.plan.param_dtype is not None and param in self.number_of:
+        if self.placed.plan.param_dtype is not None and param in self.placed.number_of:
             store_rounded(flattened(value, param), flattened(param.data, param))
             torch.autograd.graph.increment_version([param])
         else:
             param.copy_(value)
-        for owned in self.owned_of.get(param, []):
+        for owned in self.placed.owned_of.get(param, []):
             owned.set_masters(flattened(value, param))
-        self.expect_versions([param])
-
-    def expect_versions(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Note that the writes to parameters so far have reached their masters, if they have any."""
-        if self.plan.has_masters:
-            self._versions.update((param, param._version) for param in params if param in self.number_of)
-
-    def written(self) -> list[torch.nn.Parameter]:
-        """Return the parameters whose masters have missed a write, as far as autograd's version counters show it."""
-        return [param for param, version in self._versions.items() if param._version != version]
-
-    @property
-    def flat_params(self) -> list[torch.nn.Parameter]:
-        """The parameters in the flat buffers, as `Bucket.members` numbers them."""
-        return list(self.number_of)
-
-    @property
-    def owned(self) -> list[OwnedSlice]:
-        """The slices of this rank, bucket by bucket."""
-        return [owned for bucket in self.buckets for owned in bucket.owned]
+        self.placed.expect_versions([param])
 
 
 @torch.no_grad()
@@ -278,28 +268,12 @@ def _call_inner(optimizer: ShardedOptimizer, name: str) -> None:
     """Call a method of the inner optimizer, which may write to the parameters. Needs to be called on all ranks."""
     optimizer.synchronize()
     optimizer.follow_moves()
-    check_in_place(optimizer)
+    check_in_place(optimizer.placed, optimizer.param_groups)
     _copy_hyperparameters(optimizer.param_groups, optimizer.inner.param_groups)
     wrote = optimizer._update.apply(getattr(optimizer.inner, name))
     _copy_hyperparameters(optimizer.inner.param_groups, optimizer.param_groups)
     if on_any_rank(wrote, optimizer.comm.group):
-        optimizer._write(optimizer.flat_params, iter([optimizer.buckets]))
-
-
-@partition.register
-def _(optimizer: ShardedOptimizer) -> Partition:
-    comm, inner = optimizer.comm, optimizer.inner
-    return Partition(optimizer, inner, optimizer.plan, comm.shard_rank, comm.shard_group, comm.replica, optimizer.owned)
-
-
-@synchronized_partition.register
-def _(optimizer: ShardedOptimizer) -> Partition:
-    meet(optimizer.comm.group)
-    optimizer.synchronize()
-    optimizer.follow_moves()
-    on_all_ranks(partial(check_in_place, optimizer), optimizer.comm.group)
-    optimizer.comm.pool.clear()  # frees memory for a copy
-    return partition(optimizer)
+        optimizer._write(optimizer.placed.params, iter([optimizer.placed.buckets]))
 
 
 def _wait_for_gathers(buckets: list[Bucket]) -> None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,17 +50,17 @@ class BucketGradients:
         if self.buffer is None:
             self.buffer, self.streams = self.comm.pool.acquire(self.bucket.data.numel(), self.bucket.data), set()
             parts = cut(self.buffer, self.bucket.cuts)
-            self._places = {placed.param: part for placed, part in zip(self.bucket.members, parts, strict=True)}
+            self._places = {placed.number: part for placed, part in zip(self.bucket.members, parts, strict=True)}
         self._follow_streams()
         return self._places
 
     def accumulate(self, gradient: torch.Tensor, slice_: Slice) -> None:
         """Put a slice of a flattened gradient, divided by the world size, into its place, or add it to what is there."""
-        place = self.places()[slice_.param]
+        place = self.places()[slice_.number]
         own = gradient if slice_.numel == gradient.numel() else gradient[slice_.start : slice_.stop]
-        if slice_.param in self.missing:
+        if slice_.number in self.missing:
             torch.mul(own, self.comm.mean_factor, out=place)
-            self.missing.discard(slice_.param)
+            self.missing.discard(slice_.number)
         else:  # the second gradient of this parameter in this backward
             place.add_(own, alpha=1 / self.comm.world_size)
 
@@ -133,6 +133,15 @@ class BucketGradients:
         return sum(tensor.nbytes for tensor in (self.buffer, *in_flight) if tensor is not None)
 
 
+class Wrapper(Protocol):
+    """What the Reducer sees of the ShardedDataParallel around a model."""
+
+    module: nn.Module
+    optimizer: ShardedOptimizer
+    shard_gradients: bool
+    require_backward_grad_sync: bool
+
+
 class Reducer(GradientSource):
     """Takes the gradients of a model while backward runs, and gives their means over the ranks to a ShardedOptimizer.
 
@@ -141,25 +150,23 @@ class Reducer(GradientSource):
     ranks agree on which parameters have a gradient on any rank, and puts a placeholder into `param.grad` of these.
     """
 
-    def __init__(self, wrapper: Any) -> None:
-        """Install hooks in the parameters of a ShardedDataParallel."""
-        self._wrapper = wrapper
-        self.optimizer: ShardedOptimizer = wrapper.optimizer
+    def __init__(self, wrapper: Wrapper) -> None:
+        """Install hooks in the parameters of the optimizer."""
+        self._wrapper, self.optimizer, self._placed = wrapper, wrapper.optimizer, wrapper.optimizer.placed
         self.in_backward = False  # whether a backward has begun and not ended, perhaps because it has failed
-        self.params = self.optimizer.flat_params
-        self._number = self.optimizer.number_of
-        self._gradients = [BucketGradients(bucket, self.optimizer.comm) for bucket in self.optimizer.buckets]
-        self._places: list[list[tuple[BucketGradients, Slice]]] = [[] for _ in self.params]  # of each parameter
+        self.params = {number: param for param, number in self._placed.number_of.items()}
+        self._gradients = [BucketGradients(bucket, self._placed.comm) for bucket in self._placed.buckets]
+        self._places: dict[int, list[tuple[BucketGradients, Slice]]] = {}  # of each parameter
         for gradients in self._gradients:
             for placed in gradients.bucket.members:
-                self._places[placed.param].append((gradients, placed))
+                self._places.setdefault(placed.number, []).append((gradients, placed))
         self._next = 0  # number of the bucket to be reduce-scattered next
         self._lock = threading.Lock()  # hooks of parameters on another device run in another thread
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
         self._is_collected = False  # whether the slices have their gradients of this step
         # an all-reduce in flight, and what it marks: (number of parameters,) uint8, those that have a gradient on any rank
         self._agreement: tuple[list[dist.Work], torch.Tensor] | None = None
-        self._sent = [SentGradient(param) for param in self.params]
+        self._sent = {number: SentGradient(param) for number, param in self.params.items()}
         self._parts = list(wrapper.module.modules())
         self._children = [{**part._modules} for part in self._parts]
         # a message in flight must not lose its memory; at the end of the program, the other rank may be gone
@@ -167,14 +174,14 @@ class Reducer(GradientSource):
         # not hooks of autograd's nodes, which would keep a gradient in memory while its bucket is sent
         on_gradient = partial(_call_reducer, weakref.ref(self))
         self._hooks = [
-            param.register_post_accumulate_grad_hook(partial(on_gradient, number)) for number, param in enumerate(self.params)
+            param.register_post_accumulate_grad_hook(partial(on_gradient, number)) for number, param in self.params.items()
         ]
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def watch(self, result: Any) -> None:
         """Install hooks that note the start of a backward pass through the outputs of a forward pass."""
-        for param, hook in zip(self.params, self._hooks, strict=True):
+        for param, hook in zip(self.params.values(), self._hooks, strict=True):
             hooks: Any = param._post_accumulate_grad_hooks
             if next(reversed(hooks)) != hook.id:  # later hooks run before ours, as under DistributedDataParallel
                 hooks[hook.id] = hooks.pop(hook.id)  # torch calls them in the order in which they were put in
@@ -215,18 +222,18 @@ class Reducer(GradientSource):
         self.in_backward, self._is_collected = True, False
         Variable._execution_engine.queue_callback(self._end_backward)
         if not self._is_sending:
-            self.optimizer.comm.pool.clear()  # frees memory for the full gradients
+            self._placed.comm.pool.clear()  # frees memory for the full gradients
             return
         self._next = 0
         for gradients in self._gradients:
             gradients.finish_reduce_scatter()  # of the previous micro-step
-            gradients.missing = {placed.param for placed in gradients.bucket.members}
+            gradients.missing = {placed.number for placed in gradients.bucket.members}
 
     def _follow_zero_grad(self) -> None:
         """Drop the gradients if the model's `zero_grad` has dropped their placeholders. Refuse if only some were dropped."""
         gone = [number for number in self._used if self.params[number].grad is None]
         if 0 < len(gone) < len(self._used):
-            name = name_of(self.params[gone[0]], self.optimizer.names)
+            name = name_of(self.params[gone[0]], self._placed.names)
             remedy = "call zero_grad of the optimizer, the wrapper or the whole model"
             raise RuntimeError(f"the gradient of {name} was dropped, and those of other parameters were not; {remedy}")
         if gone:
@@ -242,7 +249,7 @@ class Reducer(GradientSource):
         gradient = flattened(gradient.detach(), param)  # it requires gradients itself with create_graph=True
         for gradients, slice_ in self._places[number]:
             if gradients.bucket.number < self._next:
-                name, remedy = name_of(param, self.optimizer.names), "use checkpoint(..., use_reentrant=False)"
+                name, remedy = name_of(param, self._placed.names), "use checkpoint(..., use_reentrant=False)"
                 why = f"a module in several reentrant checkpoints does that: {remedy}"
                 raise RuntimeError(f"{name} gets a gradient again after its bucket has been sent in this backward; {why}")
             gradients.accumulate(gradient, slice_)
@@ -277,7 +284,7 @@ class Reducer(GradientSource):
     def _complete_buckets(self) -> None:
         """Send the buckets that still wait for gradients of parameters that this backward did not reach."""
         for gradients in self._gradients:
-            for number in [placed.param for placed in gradients.bucket.members if placed.param in gradients.missing]:
+            for number in [placed.number for placed in gradients.bucket.members if placed.number in gradients.missing]:
                 if self.params[number].grad is not None:  # accumulated in an earlier micro-step
                     self._copy_to_buckets(number)
                 else:
@@ -288,22 +295,22 @@ class Reducer(GradientSource):
     def _agree(self) -> None:
         """Let the ranks agree on which parameters have a gradient on any rank. A rank with all gradients does not wait."""
         self._wait_for_agreement()  # the one of the previous micro-step
-        if not self.params or self.optimizer.comm.world_size == 1:
+        if not self.params or self._placed.comm.world_size == 1:
             return
-        used = torch.ones(len(self.params), dtype=torch.uint8, device=self.params[0].device)
+        used = torch.ones(len(self.params), dtype=torch.uint8, device=next(iter(self.params.values())).device)
         is_partial = len(self._used) < len(self.params)
         if is_partial:
-            marks = [number in self._used for number in range(len(self.params))]
+            marks = [number in self._used for number in self.params]
             used.copy_(torch.tensor(marks, dtype=torch.uint8, device="cpu"), non_blocking=True)
-        self._agreement = self.optimizer.comm.all_reduce(used, dist.ReduceOp.MAX), used
+        self._agreement = self._placed.comm.all_reduce(used, dist.ReduceOp.MAX), used
         if is_partial:
             self._wait_for_agreement()
-            self._used.update(used.nonzero().flatten().tolist())
+            self._used.update(itertools.compress(self.params, used.tolist()))
 
     def _wait_for_agreement(self) -> None:
         if self._agreement is not None:
             (works, used), self._agreement = self._agreement, None
-            self.optimizer.comm.wait("all-reduce", works, used.device)
+            self._placed.comm.wait("all-reduce", works, used.device)
 
     def recover(self) -> None:
         """Continue after a failed backward that has left no gradient. Otherwise raise RuntimeError."""
@@ -318,9 +325,9 @@ class Reducer(GradientSource):
         is_changed = [part._modules for part in self._parts] != self._children  # which takes less time than `modules`
         parts = self._wrapper.module.modules() if is_changed else self._parts
         held = itertools.chain(*(part._parameters.values() for part in parts))
-        if any(param is not None and param.requires_grad and param not in self._number for param in held):
+        if any(param is not None and param.requires_grad and param not in self._placed.number_of for param in held):
             named = self._wrapper.module.named_parameters()
-            names = ", ".join(name for name, param in named if param.requires_grad and param not in self._number)
+            names = ", ".join(name for name, param in named if param.requires_grad and param not in self._placed.number_of)
             how = "replaced (for example by load_state_dict with assign=True) or unfrozen after ShardedOptimizer was built"
             raise RuntimeError(f"{names} require gradients, but are not the optimizer's: {how}; build it after that")
 
@@ -329,20 +336,20 @@ class Reducer(GradientSource):
         if self.in_backward:
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
         self._follow_zero_grad()
-        if any(param.grad is not None and not isinstance(param.grad, SentGradient) for param in self.params):
+        if any(param.grad is not None and not isinstance(param.grad, SentGradient) for param in self.params.values()):
             remedy = "must run outside of no_sync(), with require_backward_grad_sync = True; gradients set by hand are not sent"
             raise RuntimeError(f"gradients of this step have not been sent: its last backward {remedy}")
-        if self.optimizer.comm.replicas > 1 or self._wrapper.shard_gradients:
+        if self._placed.comm.replicas > 1 or self._wrapper.shard_gradients:
             for gradients in self._gradients:  # start all all-reduces before the first wait
                 gradients.finish_reduce_scatter()
                 gradients.start_all_reduce()
         if self._wrapper.shard_gradients:
-            self.optimizer.comm.pool.clear()
+            self._placed.comm.pool.clear()
         for gradients in self._gradients:
             if not self._is_collected:
                 gradients.wait()
                 for owned, view in itertools.zip_longest(gradients.bucket.owned, gradients.views):
-                    owned.local.grad = view if self._number[owned.param] in self._used else None
+                    owned.local.grad = view if owned.number in self._used else None
             yield gradients.bucket
         self._is_collected = True
 
@@ -363,7 +370,7 @@ class Reducer(GradientSource):
     def held_bytes(self) -> dict[str, int]:
         return {
             "gradients": sum(gradients.shard.nbytes for gradients in self._gradients if gradients.shard is not None),
-            "buckets": sum(gradients.buffer_bytes for gradients in self._gradients) + self.optimizer.comm.pool.nbytes,
+            "buckets": sum(gradients.buffer_bytes for gradients in self._gradients) + self._placed.comm.pool.nbytes,
         }
 
     def _reset(self) -> None:

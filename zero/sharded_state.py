@@ -1,8 +1,8 @@
 """The partition of the optimizer state over the ranks, for each of the three implementations."""
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, singledispatch
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zero.buckets import OwnedSlice
-from zero.host_comm import cpu_group, meet
+from zero.host_comm import cpu_group, gather_objects, meet
 from zero.layout import Plan, Slice, parameter_specs, replicated_plan
 
 
@@ -19,76 +19,74 @@ class Partition:
     """The state of one optimizer, divided among the ranks."""
 
     optimizer: torch.optim.Optimizer
-    inner: torch.optim.Optimizer  # holds this rank's part of the state; its parameters are slices[rank], in that order
+    inner: torch.optim.Optimizer  # holds this rank's part of the state
     plan: Plan
     rank: int  # of this process, among the ranks that share the state
     process_group: dist.ProcessGroup | None  # the ranks that share the state
+    owned: Sequence[OwnedSlice]  # the parameters of `inner`: this rank's slices, in the order of `plan.slices`
     replica: int = 0  # index of the replica of this process; without sharding, each process has one, as rank 0 of 1
-    owned: Sequence[OwnedSlice] = ()  # of a ShardedOptimizer
-    to: int = 0  # the rank that receives the whole state, counted over all replicas; `rank` is counted inside of one
-
-    @cached_property
-    def params(self) -> list[torch.nn.Parameter]:
-        """The whole parameters, numbered as in the plan."""
-        return parameters(self.optimizer)
-
-    @cached_property
-    def slices(self) -> list[list[Slice]]:
-        """The slices of each rank; `param` counts through all of the optimizer's param_groups."""
-        return [self.plan.slices(rank) for rank in range(self.plan.world_size)]
-
-    @cached_property
-    def locals(self) -> list[torch.nn.Parameter]:
-        """The parameters of the inner optimizer: this rank's slices."""
-        return parameters(self.inner)
-
-    @property
-    def states(self) -> list[dict[str, Any]]:
-        """The state of each of this rank's slices, as it is held between updates."""
-        return [self.inner.state.get(local, {}) for local in self.locals]
-
-    @property
-    def readers(self) -> list[Callable[[], torch.Tensor]]:
-        """For each of this rank's slices, the function that returns its elements in the precision of the update."""
-        readers = {owned.local: owned.read for owned in self.owned}
-        return [readers.get(local, local.detach) for local in self.locals]
-
-    @property
-    def sends(self) -> bool:
-        """Whether the whole state is gathered from the replica of this process."""
-        return self.replica == self.to // self.plan.world_size
-
-    @property
-    def receives(self) -> bool:
-        """Whether this process is the one that receives the whole state."""
-        return self.sends and self.rank == self.to % self.plan.world_size
 
     @property
     def cpu_group(self) -> dist.ProcessGroup | None:
         """The process group of these ranks that sends from main memory; None if there is one rank."""
         return cpu_group(self.process_group) if self.plan.world_size > 1 else None
 
+    @property
+    def ranks(self) -> list[int]:
+        """These ranks, numbered as those of all processes."""
+        if self.plan.world_size > 1:
+            return dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
+        return [dist.get_rank() if dist.is_initialized() else 0]
 
-@singledispatch
+    def gather(self, value: Any) -> list[Any]:
+        """Gather a value of each of these ranks. Needs to be called on all of them."""
+        return gather_objects(value, self.cpu_group) if self.plan.world_size > 1 else [value]
+
+    def is_whole(self, number: int) -> bool:
+        """Return whether a parameter is never cut: then its state may have any shape."""
+        return self.plan.assigned is not None or not self.plan.params[number].requires_grad
+
+
+class DividedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is divided among the ranks: ShardedOptimizer, as this module and checkpoints see it."""
+
+    has_state: bool  # whether any rank may have state; the same on all ranks
+    gathered: dict[Any, Any] | None  # the whole state, or {ELSEWHERE: the rank that has it}; None: not gathered
+
+    @abstractmethod
+    def partition(self) -> Partition:
+        """Return the partition of the state."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Make the state ready to be saved or restored. Needs to be called on all ranks."""
+
+
 def partition(optimizer: torch.optim.Optimizer) -> Partition:
     """Return the partition of a ShardedOptimizer or ZeroRedundancyOptimizer; any other optimizer holds the whole state."""
+    if isinstance(optimizer, DividedOptimizer):
+        return optimizer.partition()
+    params, specs = parameters(optimizer), parameter_specs(optimizer.param_groups)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        numbers = {param: number for number, param in enumerate(parameters(optimizer))}
+        numbers = {param: number for number, param in enumerate(params)}
         assigned = tuple(  # by this version of torch; `zero.layout.zero_redundancy_plan` predicts it
             tuple(Slice(numbers[param], 0, param.numel()) for group in groups for param in group["params"])
             for groups in optimizer._partition_parameters()  # type: ignore[attr-defined]  # not in torch's stubs
         )
-        plan = Plan(tuple(parameter_specs(optimizer.param_groups)), len(assigned), assigned=assigned)
-        return Partition(optimizer, optimizer.optim, plan, optimizer.rank, optimizer.process_group)
-    replica = dist.get_rank() if dist.is_initialized() else 0
-    plan = replicated_plan(parameter_specs(optimizer.param_groups))
-    return Partition(optimizer, optimizer, plan, 0, None, replica)
+        plan, rank, replica = Plan(tuple(specs), len(assigned), assigned=assigned), optimizer.rank, 0
+        inner, group = optimizer.optim, optimizer.process_group
+    else:
+        plan, rank, replica = replicated_plan(specs), 0, dist.get_rank() if dist.is_initialized() else 0
+        inner, group = optimizer, None
+    owned = [OwnedSlice(number, params[number], 0, stop, 0, params[number]) for number, _, stop, _ in plan.slices(rank)]
+    return Partition(optimizer, inner, plan, rank, group, owned, replica)
 
 
-@singledispatch
-def synchronized_partition(optimizer: torch.optim.Optimizer) -> Partition:
+def settled_partition(optimizer: torch.optim.Optimizer) -> Partition:
     """Wait for all ranks and all-gathers if state is sharded. Return the partition. Needs to be called on all ranks."""
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
+    if isinstance(optimizer, DividedOptimizer):
+        optimizer.settle()
+    elif isinstance(optimizer, ZeroRedundancyOptimizer):
         meet(optimizer.process_group)
     return partition(optimizer)
 

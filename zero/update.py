@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zero import collectives
-from zero.buckets import Bucket, OwnedSlice
+from zero.buckets import Bucket, OwnedSlice, Placement
 from zero.checks import KNOWN, check_rounding, rounded_state
 from zero.codecs import Codec, CodedState
 from zero.gradients import float32_norms
@@ -23,20 +23,21 @@ TOGETHER = 2**24  # elements of this rank that a GPU updates in one call: 0.1 ms
 
 
 class SliceUpdate:
-    """Calls `inner`, the optimizer of this rank's slices. What it needs in float32 exists for the buckets of a call only.
+    """Calls `inner`, the optimizer of the `placed` slices. What it needs in float32 exists for the buckets of a call only.
 
     `codec`: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it. A resumed run rounds in the same way.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None) -> None:
-        self.inner, self.buckets, self.codec = inner, buckets, codec
+    def __init__(self, inner: torch.optim.Optimizer, placed: Placement, codec: Codec | None) -> None:
+        self.inner, self.placed, self.buckets, self.codec = inner, placed, placed.buckets, codec
         self.exchange: MatrixExchange | None = None  # of matrices, if `inner` needs whole ones, see `zero.muon`
         self._coded: dict[torch.nn.Parameter, CodedState] = {}  # by slice
         inner.register_load_state_dict_post_hook(self._encode_loaded)
+        self.prepare()
 
-    def prepare(self, optimizer: Any) -> None:
-        """Prepare for all buckets of a ShardedOptimizer, of which some are new."""
-        self.exchange = MatrixExchange(optimizer) if isinstance(self.inner, Muon) else None
+    def prepare(self) -> None:
+        """Prepare for all buckets, of which some are new."""
+        self.exchange = MatrixExchange(self.placed, self.inner) if isinstance(self.inner, Muon) else None
         if self.codec is None:
             return
         names = rounded_state(type(self.inner))

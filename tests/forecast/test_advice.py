@@ -39,7 +39,7 @@ def test_the_recommended_settings_fit(world_size):
     previous, found = (False, ()), set()
     bucket_mb = 0.1 if world_size == 1 else "auto"  # one bucket of everything would take what the flags save on one rank
     for power in range(100):
-        limited = {"gpu_memory_gb": 0.1 * 0.9**power, "checkpoint_format": "sharded", "bucket_mb": bucket_mb}
+        limited = {"gpu_memory_gb": 0.1 * 0.9**power, "bucket_mb": bucket_mb}
         before = planner(**limited)
         if (choice := advice.cheapest(before, world_size)) is None:
             break
@@ -60,7 +60,7 @@ def test_the_recommended_settings_fit(world_size):
 
 def test_rounding_is_recommended_where_it_saves_computation():
     """Here, float32 weights need checkpointing and bfloat16 weights do not."""
-    limited = planner(gpu_memory_gb=0.0134, checkpoint_format="sharded")
+    limited = planner(gpu_memory_gb=0.0134)
     exact = advice.cheapest(limited, 2)
     rounded = advice.cheapest(limited, 2, lambda choice: choice.flags.param_dtype != "float32")
     assert (exact.flags.param_dtype, rounded.flags.param_dtype) == ("float32", "bfloat16_remainder")
@@ -73,12 +73,12 @@ def test_the_fastest_is_recommended_if_the_speed_is_known():
     slow = {"device": "cuda", "between_gbit": 0.01, "ranks_per_machine": 1, "gradient_accumulation_steps": 16}
     chosen = planner(**slow).chosen(2)
     limit = planner(**slow).forecast(replace(chosen, activation_checkpointing=True, loss_chunk=64, batch_size=4), 2)
-    found = advice.cheapest(planner(**slow, gpu_memory_gb=limit.peak / 1e9, checkpoint_format="sharded"), 2)
+    found = advice.cheapest(planner(**slow, gpu_memory_gb=limit.peak / 1e9), 2)
     assert not found.flags.shard_gradients
 
 
 def test_the_answers_of_find_are_the_largest_that_fit():
-    small = planner(gpu_memory_gb=0.03, checkpoint_format="sharded")
+    small = planner(gpu_memory_gb=0.03)
     for name, choice in [*advice.candidates(small, 2).items()][::3]:  # the first and the last, with all flags
         larger = advice.largest_model(small, name, 2)
         assert larger.fits(larger.forecast(advice.candidates(larger, 2)[name], 2))
@@ -100,7 +100,7 @@ def test_communication_that_computation_cannot_hide():
     small = planner(bucket_mb=0.1)
     prediction = small.forecast(small.chosen(8), 8).prediction
     (buffer,) = prediction.plan.buffers
-    embedding = buffer.layout.padded_numel - buffer.layout.offsets[buffer.params.index(0)]  # it is registered first
+    embedding = buffer.layout.padded_numel - buffer.layout.offsets[0]  # it is registered first
     share = embedding / buffer.layout.padded_numel
     assert share > 2 / len(buffer.layout.shards), "it fills several buckets"
     sent = prediction.sent()

@@ -39,7 +39,7 @@ def three_steps(mode, micro_steps):
         optimizer.zero_grad()
     model(*batch(0, 0))
     waited = [kind for kind, ms in meter.waited_ms().items() if ms > 0]
-    padded = sum(buffer.data.nbytes for buffer in optimizer.buffers) if mode in ("sharded", "gradients") else 0
+    padded = sum(buffer.data.nbytes for buffer in optimizer.placed.buffers) if mode in ("sharded", "gradients") else 0
     trainable = sum(param.nbytes for param in model.parameters() if param.requires_grad)
     return {"sent": meter.sent_bytes(), "waited": waited, "trainable": trainable, "padded": padded}
 

@@ -25,7 +25,7 @@ def move_aside(folder):
 
 
 def checkpoints(folder, read_only=False):
-    settings = {"out_dir": str(folder), "keep_checkpoints": 0, "async_save": False, "checkpoint_format": "consolidated"}
+    settings = {"out_dir": str(folder), "keep_checkpoints": 0, "async_save": False}
     return Checkpoints(settings | {"always_save_checkpoint": True, "eval_only": read_only})
 
 
@@ -40,10 +40,10 @@ def start_anew(folder, read_only=False):
 
 @pytest.fixture
 def out(tmp_path):
-    """The files of a run that saved once, in parts, and of a user."""
+    """The files of a run that saved once, and of a user."""
     model = torch.nn.Linear(2, 2)
     values = {"model_args": {}, "iter_num": 4, "best_val_loss": 2.0, "config": {}}
-    CheckpointWriter(str(tmp_path), format="sharded").write(model, torch.optim.AdamW(model.parameters()), values)
+    CheckpointWriter(str(tmp_path)).write(model, torch.optim.AdamW(model.parameters()), values)
     for name in ("metrics.jsonl", "run.json", "report.md", "evaluation.json", "notes.txt", "prompt.pt"):
         (tmp_path / name).write_text("of before")
     return tmp_path
@@ -51,12 +51,12 @@ def out(tmp_path):
 
 def test_everything_that_a_run_writes_moves_and_can_be_used_there(data, tmp_path):
     out = tmp_path / "out"
-    everything = [FEW, "--checkpoint_format=sharded", "--keep_checkpoints=9", "--profile=True", "--log_to=tensorboard"]
+    everything = [FEW, "--keep_checkpoints=9", "--profile=True", "--log_to=tensorboard"]
     train(out, data, *everything, "--max_iters=11")
     (out / "notes.txt").write_text("of the user")
-    shutil.copy(out / "ckpt.pt", out / "best.pt")  # of the user, but worth nothing without the shards
-    old = {*names(out)} - {"run.lock", "notes.txt"}
-    new = {"ckpt.pt", "metrics.jsonl", "report.md", "run.json", "run.lock", "notes.txt"}
+    shutil.copy(out / "ckpt.pt", out / "best.pt")  # of the user
+    old = {*names(out)} - {"run.lock", "notes.txt", "best.pt"}
+    new = {"ckpt.pt", "metrics.jsonl", "report.md", "run.json", "run.lock", "notes.txt", "best.pt"}
     losses, _, printed = train(out, data, FEW, "--max_iters=1")
     [line] = [line for line in printed.splitlines() if "another run" in line]
     before = re.search(r"use --init_from=resume --out_dir=(\S+)$", line)[1]

@@ -180,10 +180,10 @@ def test_watching_never_waits_for_the_device():
 
 DIVERGING = [  # the learning rate from iteration 8 on, ranks, flags
     ("1e30", 0, ["--log_interval=4"]),
-    ("1e4", 2, ["--dtype=bfloat16", "--checkpoint_format=sharded"]),
-    ("1e38", 2, ["--zero1_impl=torch", "--checkpoint_format=sharded", "--grad_clip=0.0"]),
+    ("1e4", 2, ["--dtype=bfloat16"]),
+    ("1e38", 2, ["--zero1_impl=torch", "--grad_clip=0.0"]),
     ("1e10", 2, ["--dtype=float16", "--async_save=True"]),
-    ("1e300", 2, ["--param_dtype=bfloat16", "--checkpoint_format=sharded"]),
+    ("1e300", 2, ["--param_dtype=bfloat16"]),
     ("1e10", 2, ["--shard_gradients=True", "--max_nonfinite=3"]),
     ("1e6", 2, ["--use_zero1=False", "--dtype=bfloat16", "--max_nonfinite=10", "--grad_clip=0.0"]),
 ]

@@ -78,7 +78,7 @@ def test_the_shadow_skips_the_updates_that_the_run_skips(data, tmp_path, dtype):
 
 def test_a_resumed_run_and_its_shadow_begin_at_the_same_checkpoint(data, tmp_path):
     """The run ends before the check does."""
-    flags = "--grad_clip=0.0", "--checkpoint_format=sharded", FEW
+    flags = "--grad_clip=0.0", FEW
     train(tmp_path, data, *flags, "--max_iters=1", ranks=2)
     resumed = train(tmp_path, data, *flags, "--max_iters=3", "--init_from=resume", "--shadow_check=100", ranks=2)
     assert verdict(resumed[2]) == f"shadow check: after 2 iterations, all 15 parameters are {EXACT}"

@@ -120,5 +120,5 @@ def test_parameters_move_while_their_gpu_is_the_current_one(monkeypatch):
     monkeypatch.setattr("zero.tensors.from_dlpack", calls.export)
     _, optimizer = built(param_dtype="bfloat16")
     each = ["device_of", "device_of().__enter__", "export", "device_of().__exit__"]
-    assert [name for name, *_ in calls.mock_calls] == each * len(optimizer.number_of)
+    assert [name for name, *_ in calls.mock_calls] == each * len(optimizer.placed.number_of)
     assert calls.device_of.call_args_list == calls.export.call_args_list, "of the same tensor"

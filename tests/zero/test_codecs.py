@@ -154,7 +154,7 @@ def test_a_parameter_without_elements_has_state(state_dtype):
 
 
 def masters_of(optimizer):
-    return [owned.read().clone() for owned in optimizer.owned]
+    return [owned.read().clone() for owned in optimizer.placed.owned]
 
 
 def save_and_resume(name, shard_gradients):
@@ -287,7 +287,7 @@ def only_padding():
     model, optimizer = sharded_toy(**CODECS["both"])
     train(model, optimizer, dist.get_rank(), 2)
     torch.use_deterministic_algorithms(False)
-    return sum(not bucket.owned and bucket.shard.numel() > 0 for bucket in optimizer.buckets)
+    return sum(not bucket.owned and bucket.shard.numel() > 0 for bucket in optimizer.placed.buckets)
 
 
 def test_replicas_round_alike_and_padding_changes_nothing():

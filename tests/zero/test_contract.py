@@ -52,7 +52,7 @@ def refused(message, do, *args):
 
 
 def in_flight(optimizer):
-    return sum(bucket.gather is not None for bucket in optimizer.buckets)
+    return sum(bucket.gather is not None for bucket in optimizer.placed.buckets)
 
 
 def parameters_are_there():
@@ -160,7 +160,7 @@ def freed():
     for overlap in (False, True):
         module = net()
         model, optimizer = trained(module, overlap=[module[0]] if overlap else ())
-        references = [weakref.ref(each) for each in (model, optimizer.buckets[0].data, module[0].weight)]
+        references = [weakref.ref(each) for each in (model, optimizer.placed.buckets[0].data, module[0].weight)]
         del model, optimizer, module
         gc.collect()
         assert not any(reference() is not None for reference in references)

@@ -64,7 +64,7 @@ def trained(micro_steps, clip, param_dtype, shard_gradients):
     """The weights, on rank 0 the masters as they are saved, and the bytes that were sent, in units of what a rank gathers."""
     model, optimizer = make(shard_gradients=shard_gradients, param_dtype=param_dtype)
     train(model, optimizer, dist.get_rank(), STEPS, clip, micro_steps=micro_steps, decay_lr=False, loss_of=loss_of)
-    gathered = STEPS * sum(bucket.shard.nbytes for bucket in optimizer.buckets) * (dist.get_world_size() - 1)
+    gathered = STEPS * sum(bucket.shard.nbytes for bucket in optimizer.placed.buckets) * (dist.get_world_size() - 1)
     sent = [optimizer.comm.sent_bytes[kind] / max(1, gathered) for kind in ("reduce-scatter", "all-gather")]
     return weights(model), ckpt.model_state_dict(model.module, optimizer) or {}, sent
 
@@ -115,7 +115,7 @@ def alone_under_averaging_by_hand():
             optimizer.set_parameter(param, master.data.mul_(0.9))
     from_bfloat16 = ShardedOptimizer(make_toy().to(torch.bfloat16).parameters(), torch.optim.SGD, param_dtype="bfloat16")
     for each in (optimizer, from_bfloat16):
-        assert all(bucket.masters.values.dtype == torch.float32 for bucket in each.buckets)
+        assert all(bucket.masters.values.dtype == torch.float32 for bucket in each.placed.buckets)
 
 
 def a_gradient_that_somebody_keeps():
@@ -140,8 +140,8 @@ def reentrant_checkpoints():
         return x
 
     model, optimizer = wrap(Part(forward, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(7))))
-    assert len(optimizer.buckets) > 7
-    nbytes = sum(bucket.data.nbytes for bucket in optimizer.buckets) // 2
+    assert len(optimizer.placed.buckets) > 7
+    nbytes = sum(bucket.data.nbytes for bucket in optimizer.placed.buckets) // 2
     for step in range(2):
         model(torch.ones(2, 8, requires_grad=True)).square().sum().backward()
         assert optimizer.comm.sent_bytes["reduce-scatter"] == (step + 1) * nbytes
@@ -195,7 +195,7 @@ def calls():
         options = {"optimizer_cls": torch.optim.AdamW, "bucket_mb": 0.000256, **kwargs}
         with mock.patch("zero.collectives.is_on_cpu", lambda _, on_cpu=on_cpu: on_cpu), mock.patch("zero.update.TOGETHER", 70):
             optimizer = ShardedOptimizer(nn.Linear(16, 20, bias=False).parameters(), **options)
-            assert [bucket.shard.numel() for bucket in optimizer.buckets] == [32] * 5
+            assert [bucket.shard.numel() for bucket in optimizer.placed.buckets] == [32] * 5
             assert [len(buckets) for buckets in optimizer._update._calls()] == expected
 
 
@@ -212,7 +212,7 @@ def buckets_that_nobody_has_filled():
 
     with mock.patch.object(BucketGradients, "places", counting):
         layers[0](torch.ones(2, 8)).sum().backward()
-    assert len(alive) == len(optimizer.buckets) == 9
+    assert len(alive) == len(optimizer.placed.buckets) == 9
     assert max(alive) == 2
 
 

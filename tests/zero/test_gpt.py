@@ -76,11 +76,11 @@ def order_of_events(compile_blocks):
     blocks = model.module.transformer.h
 
     def reduced(bucket):
-        events.append(("reduce", [b.data.numel() for b in optimizer.buckets].index(bucket.numel())))
+        events.append(("reduce", [b.data.numel() for b in optimizer.placed.buckets].index(bucket.numel())))
         return reduce_scatter(bucket)
 
     def synchronized(buckets=None):
-        events.append(("gathers in flight", sum(bucket.gather is not None for bucket in optimizer.buckets)))
+        events.append(("gathers in flight", sum(bucket.gather is not None for bucket in optimizer.placed.buckets)))
         synchronize(buckets)
 
     optimizer.comm.reduce_scatter, optimizer.synchronize = reduced, synchronized

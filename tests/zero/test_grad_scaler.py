@@ -92,6 +92,8 @@ def test_float16_gradients_are_unscaled_in_float32():
     optimizer.zero_grad()
     before, scaler = module.weight.tolist(), backward(ShardedDataParallel(module, optimizer))
     scaler.unscale_(optimizer)
-    assert [(owned.local.grad.dtype, owned.local.grad.tolist()) for owned in optimizer.owned] == [(torch.float32, [1.0] * 6)]
+    assert [(owned.local.grad.dtype, owned.local.grad.tolist()) for owned in optimizer.placed.owned] == [
+        (torch.float32, [1.0] * 6)
+    ]
     scaler.step(optimizer)
     assert module.weight.tolist() != before

@@ -335,7 +335,9 @@ def train_and_eval(tolerance=0.0, **options):
             for _ in range(2):  # the second one changes nothing
                 optimizer.eval()
                 plain.eval()
-            assert optimizer.comm.sent_bytes["all-gather"] - sent == sum(bucket.shard.nbytes for bucket in optimizer.buckets)
+            assert optimizer.comm.sent_bytes["all-gather"] - sent == sum(
+                bucket.shard.nbytes for bucket in optimizer.placed.buckets
+            )
             with pytest.raises(RuntimeError, match=NAMES):
                 optimizer.state_dict()
             assert optimizer.param_groups[0]["training"] is False

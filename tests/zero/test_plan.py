@@ -17,7 +17,7 @@ from zero.build import build
 from zero.flags import Flags
 from zero.layout import Layout, ParameterSpec, auto_bucket_mb, parameter_specs, plan, replicated_plan, zero_redundancy_plan
 from zero.options import Options
-from zero.sharded_state import partition
+from zero.sharded_state import parameters, partition
 
 settings.register_profile("few", deadline=None, max_examples=50)  # a loaded machine may take any time
 settings.load_profile("few")
@@ -28,7 +28,7 @@ def assert_one_owner(numels, slices):
     owners = [[0] * max(numel, 1) for numel in numels]
     for piece in slices:
         for element in range(piece.start, max(piece.stop, 1)):
-            owners[piece.param][element] += 1
+            owners[piece.number][element] += 1
     assert all(count == 1 for parameter in owners for count in parameter)
 
 
@@ -39,11 +39,11 @@ def assert_one_owner(numels, slices):
     align=st.sampled_from([1, 2, 8]),
 )
 def test_equal_shards_tile_the_flat_buffer_and_slices_lie_in_them(numels, world_size, bucket_numel, align):
-    layout = Layout.by_element(numels, world_size, bucket_numel=bucket_numel, align=align)
-    assert_one_owner(layout.numels, (piece for rank in range(world_size) for piece in layout.slices(rank)))
+    layout = Layout.by_element(dict(enumerate(numels)), world_size, bucket_numel=bucket_numel, align=align)
+    assert_one_owner(numels, (piece for rank in range(world_size) for piece in layout.slices(rank)))
     for rank in range(world_size):
         for piece in layout.slices(rank):
-            numel, begin = layout.numels[piece.param], layout.offsets[piece.param] + piece.start
+            numel, begin = layout.numels[piece.number], layout.offsets[piece.number] + piece.start
             assert 0 <= piece.start < piece.stop <= numel or numel == piece.stop == 0
             assert piece.start % align == 0, "cuts lie between vectors"
             assert piece.stop % align == 0 or piece.stop == numel
@@ -54,10 +54,10 @@ def test_equal_shards_tile_the_flat_buffer_and_slices_lie_in_them(numels, world_
     starts = [shard.start for shards in layout.shards for shard in shards]
     assert [*starts, layout.padded_numel] == [0, *(shard.stop for shards in layout.shards for shard in shards)]
     assert all(start % align == 0 for start in starts)
-    taken = sorted((offset, offset + numel) for offset, numel in zip(layout.offsets, layout.numels, strict=True) if numel)
+    taken = sorted((offset, offset + numel) for offset, numel in zip(layout.offsets.values(), numels, strict=True) if numel)
     assert all(stop <= start for (_, stop), (start, _) in pairwise(taken)), "parameters do not overlap"
     assert not taken or taken[-1][1] <= layout.padded_numel
-    padding = layout.padded_numel - sum(layout.numels)
+    padding = layout.padded_numel - sum(numels)
     assert 0 <= padding < align * (world_size * max(1, len(layout.buckets)) + len(layout.numels))
 
 
@@ -114,8 +114,8 @@ def test_every_element_has_one_owner_in_every_plan_and_state_bytes_are_those_of_
         assert_one_owner([spec.numel for spec in params], itertools.chain(*slices))
         for its_slices, held in zip(slices, planned.state_bytes, strict=True):
             for piece in its_slices:
-                if (spec := params[piece.param]).requires_grad:
-                    held -= spec.state_tensors * piece.numel * planned.update_dtypes[piece.param].itemsize
+                if (spec := params[piece.number]).requires_grad:
+                    held -= spec.state_tensors * piece.numel * planned.update_dtypes[piece.number].itemsize
             assert held == 0
 
 
@@ -141,8 +141,9 @@ def planned_and_built(flags):
         model = make()
         part = partition(build(model, groups_of(model), flags, lr=0.01)[1])
         assert all(planned.slices(rank) == part.plan.slices(rank) for rank in range(planned.world_size)), name
-        if part.locals:
-            assert [piece.numel for piece in planned.slices(part.rank)] == [local.numel() for local in part.locals]
+        if part.owned:
+            assert [piece.numel for piece in planned.slices(part.rank)] == [own.local.numel() for own in part.owned]
+            assert [own.local for own in part.owned] == parameters(part.inner)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -1,19 +1,17 @@
-"""One checkpoint, its file and its shards, which are read as untrusted input."""
+"""The file of a checkpoint, which is read as untrusted input."""
 
 import os
 import zipfile
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from types import GenericAlias, NoneType, UnionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zero.checkpoint import chunks
-from zero.checkpoint.files import FileSum, corruption_message, find_corruption, reading, underlying_os_error
-from zero.checkpoint.state import CheckpointError, TensorChunk, leaves
+from zero.checkpoint.archive import Pieces, write_archive
+from zero.checkpoint.files import reading
+from zero.checkpoint.state import CheckpointError, outlined
 from zero.host_comm import broadcast_object, cpu_group, gather_objects
 
 NAME = "ckpt.pt"  # of the newest checkpoint of a folder
@@ -42,7 +40,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether `read_file` can read the value again: tensors and plain values, in dicts and lists."""
+    """Return whether `load` can read the value again: tensors and plain values, in dicts and lists."""
     if isinstance(value, dict):
         return all(_is_plain(key) and _is_plain(inner) for key, inner in value.items())
     if isinstance(value, list | tuple):
@@ -67,10 +65,6 @@ def _is_scaler(value: Any) -> bool:
     return _fits(value, dict[str, int | float]) and value.keys() in (set(), keys)
 
 
-def _are_sums(value: Any) -> bool:
-    return _fits(value, dict[str, list]) and all(len(entry) == len(FileSum._fields) for entry in value.values())
-
-
 # keys of every checkpoint in training, including those of nanoGPT
 KEYS = {
     "model": _is_model,
@@ -87,14 +81,13 @@ _MORE_KEYS = {
     "elapsed_s": _is_number,
     "format": int,
     "scaler": _is_scaler,
-    "shards": {"folder": str, "files": _are_sums},
     "vocabulary": str,
     "wandb_run_id": str | None,
 }
 
 
-def read_file(path: str) -> dict[str, Any]:
-    """Read a checkpoint file, with its tensors memory-mapped. Runs no code from it.
+def load(path: str) -> dict[str, Any]:
+    """Read a checkpoint, with its tensors memory-mapped: the ranks of a machine share one copy. Runs no code from it.
 
     The file may hold the model only. Then its config is empty.
 
@@ -110,8 +103,8 @@ def read_file(path: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no checkpoint of a model; wrong or missing keys: {', '.join(wrong)}")
     if held.get("format", FORMAT) != FORMAT:
         raise CheckpointError(f"{path} has format {held['format']}, this program reads {FORMAT}; use the one that wrote it")
-    if "shards" not in held and any(tensor.is_meta for tensor in named_tensors(held).values()):
-        raise CheckpointError(f"{path} does not say where its tensors are; it is no checkpoint of this program")
+    if outlined(held):
+        raise CheckpointError(f"{path} is a checkpoint without its tensors; convert shards with the program that wrote them")
     return {"config": {}, **held}
 
 
@@ -123,7 +116,7 @@ def check_trainable(checkpoint: dict[str, Any], path: str) -> None:
 
 
 def verify(path: str) -> None:
-    """Read every byte of a checkpoint and compare checksums: those of the zip archive, and those of the shards.
+    """Read every byte of a checkpoint and compare the checksums.
 
     Raises CheckpointError if the file is missing, corrupt, or not a checkpoint.
     """
@@ -132,23 +125,7 @@ def verify(path: str) -> None:
     with reading(path), zipfile.ZipFile(path) as archive:
         if bad := archive.testzip():
             raise ValueError(f"the checksum of its entry {bad} does not match")
-    checkpoint = read_file(path)
-    if "shards" in checkpoint:
-        sums = {name: FileSum(*entry) for name, entry in checkpoint["shards"]["files"].items()}
-        if reason := find_corruption(shards_folder(path, checkpoint), sums):
-            raise CheckpointError(corruption_message(path, reason))
-
-
-def load(path: str) -> dict[str, Any]:
-    """Read a checkpoint, with its tensors memory-mapped: the ranks of a machine share one copy. Runs no code from it.
-
-    From a sharded checkpoint, the model is read into memory, and the optimizer state stays on the meta device: `restore` reads
-    it with the function from `chunk_reader`. Raises the errors of `read_file`.
-    """
-    checkpoint = read_file(path)
-    if "shards" in checkpoint:
-        checkpoint.update(chunks.read_tensors(shards_folder(path, checkpoint), {"model": checkpoint["model"]}))
-    return checkpoint
+    load(path)
 
 
 def load_on_all_ranks(path: str) -> dict[str, Any]:
@@ -189,32 +166,11 @@ def _identity(path: str) -> tuple[list[Any], tuple[int, int]] | None:
     return None
 
 
-def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[TensorChunk]], None] | None:
-    """Return the function with which `restore` reads a sharded checkpoint that `load` returned; None for a consolidated one."""
-    return partial(chunks.read_chunks, shards_folder(path, checkpoint)) if "shards" in checkpoint else None
-
-
-def write_file(checkpoint: dict[str, Any], path: str) -> None:
-    """Write a checkpoint to the disk. The archive has a CRC-32 of each tensor.
+def write_file(checkpoint: dict[str, Any], path: str, pieces: Pieces = ()) -> None:
+    """Write a checkpoint to the disk, see `write_archive`.
 
     Raises OSError if the disk is full or cannot be written to; ValueError if the model has more than tensors and plain values.
     """
     if odd := [name for name, value in checkpoint["model"].items() if not _is_plain(value)]:
         raise ValueError(f"{odd[0]} is more than tensors and plain values, so the checkpoint could not be read; change it")
-    with open(path, "wb") as file:
-        try:
-            torch.save({**checkpoint, "format": FORMAT}, file)
-        except RuntimeError as error:
-            raise underlying_os_error(error) from error
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def shards_folder(path: str, checkpoint: dict[str, Any]) -> str:
-    """Return the path of the folder with the shards of a sharded checkpoint."""
-    return os.path.join(os.path.dirname(path), checkpoint["shards"]["folder"])
-
-
-def named_tensors(tree: Any) -> dict[str, torch.Tensor]:
-    """Return every tensor in nested dicts and lists by its name: the keys that lead to it, joined by dots."""
-    return {name: leaf for name, leaf in leaves(tree).items() if isinstance(leaf, torch.Tensor)}
+    write_archive({**checkpoint, "format": FORMAT}, path, pieces)

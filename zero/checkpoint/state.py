@@ -1,26 +1,29 @@
-"""Optimizer state that does not depend on its sharding: gather the whole state on rank 0, and restore it at any world size.
+"""Optimizer state that does not depend on its sharding: gather the whole state on one rank, and restore it at any world size.
 
-On each rank, a save makes an outline of the whole state (tensors on the meta device) and chunks (the elements of these tensors
-that the rank owns). `local_chunks` returns both. `full_state` fills the outline on rank 0. `restore` loads a state into any
-implementation and takes a function that reads chunks: this module accesses no files.
+`snapshot` makes an outline of the state (tensors on the meta device) where it will be received, and on each rank a list of the
+parts of these tensors that the rank holds. `Snapshot.arriving` brings the parts to the outline, to fill tensors or a file.
+`restore` loads a state into any implementation. This module accesses no files.
 """
 
 import copy
+import itertools
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_structure, tree_unflatten
 
+from zero.buckets import OwnedSlice
 from zero.checks import ENTRIES
 from zero.codecs import Encoded
-from zero.host_comm import gather_objects, gather_tensors
-from zero.layout import Slice
+from zero.host_comm import received, send
 from zero.muon import Muon
-from zero.sharded_state import Partition, hyperparameters, synchronized_partition
+from zero.sharded_state import DividedOptimizer, Partition, hyperparameters, parameters, settled_partition
 from zero.tensors import flattened, is_dense, shaped
 
 # these say how this machine computes the update: taken from the running optimizer, never from a file
@@ -33,51 +36,80 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be made or read, or does not belong to this model. The message names the file or the entry."""
 
 
-class TensorChunk(NamedTuple):
-    """A range of the elements of one tensor of a checkpoint."""
+class Part(NamedTuple):
+    """Elements of one tensor of a state, on the rank that holds them."""
 
-    name: str  # its keys in the checkpoint, joined by dots
-    numel: int  # of the whole tensor
-    start: int  # of the range in the flattened tensor
-    elements: torch.Tensor  # (number of elements in the range,), or the whole tensor in its shape; meta if `decode` makes them
-    decode: Callable[[], torch.Tensor] | None = None
+    name: str  # of the tensor: its keys in the state, joined by dots
+    start: int  # first element in the flattened tensor
+    numel: int
+    read: Callable[[], torch.Tensor]  # returns them in any shape. Each call decodes them, so that few are decoded at a time
 
-    @property
-    def stop(self) -> int:
-        return self.start + self.elements.numel()
-
-    @classmethod
-    def of_whole(cls, name: str, tensor: torch.Tensor) -> Self:
-        """Return a whole tensor as one chunk."""
-        return cls(name, tensor.numel(), 0, tensor.detach())
-
-    def read(self) -> torch.Tensor:
-        """Return the elements. Each call decodes them, so that few chunks are decoded at a time."""
-        return self.elements if self.decode is None else self.decode()
-
-    def read_flat(self) -> torch.Tensor:
-        return flattened(elements := self.read(), elements)
+    def flat(self) -> torch.Tensor:
+        """Return the elements, flat, on the CPU."""
+        return flattened(elements := self.read(), elements).contiguous().cpu()
 
 
-def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "") -> Any:
-    """Return nested dicts, lists and tuples with `function(name, leaf)` in place of each leaf, named by its keys with dots."""
-    if not isinstance(tree, dict | list | tuple):
-        return function(name, tree)
-    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    mapped = {key: map_leaves(function, inner, f"{name}.{key}" if name else str(key)) for key, inner in pairs}
-    return mapped if isinstance(tree, dict) else list(mapped.values()) if isinstance(tree, list) else tuple(mapped.values())
+@dataclass
+class Snapshot:
+    """A state that ranks hold in parts, on its way to one of them."""
+
+    outline: dict[str, Any] | None  # on the rank that receives: the state, with tensors on the meta device for the parts
+    own: list[Part]  # of this rank, by name and start
+    sources: list[tuple[torch.Tensor, int, int]]  # on the rank that receives: tensor, numel and rank of each part, in order
+    to: int  # the rank that receives. Ranks are numbered as those of all processes
+    group: dist.ProcessGroup | None  # sends from main memory
+
+    @contextmanager
+    def arriving(self) -> Iterator[Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+        """Return pairs, in a context: a tensor of the outline, its next elements, flat, on the CPU. Call it on all ranks."""
+        pieces = self._pieces()
+        try:
+            yield pieces
+        finally:
+            for _ in pieces:  # also after an error, because the other ranks send here
+                pass
+
+    def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        own = iter(self.own)
+        for part in own if self.outline is None else ():
+            send(part.flat(), self.to, self.group)
+        for tensor, numel, rank in self.sources:
+            of_rank = [next(own).flat()] if rank == self.to else received(tensor.reshape(-1)[:numel], rank, self.group)
+            for elements in of_rank:
+                yield tensor, elements
+
+    def in_memory(self) -> dict[str, Any] | None:
+        """Return the state in new tensors on the CPU, where the outline is. Needs to be called on all ranks."""
+        tensors = {id(tensor): tensor for tensor, _, _ in self.sources}
+        new = {key: torch.empty_like(tensor, device="cpu") for key, tensor in tensors.items()}
+        filled: Counter[int] = Counter()
+        with self.arriving() as pieces:
+            for tensor, elements in pieces:
+                first = filled[id(tensor)]
+                filled[id(tensor)] += len(elements)
+                flattened(new[id(tensor)], tensor)[first : first + len(elements)] = elements
+        return tree_map(lambda leaf: new.get(id(leaf), leaf), self.outline)
+
+    def hold(self) -> None:
+        """Copy the parts to the CPU: training overwrites what they read."""
+        self.own = [part._replace(read=part.read().to("cpu", copy=True).detach) for part in self.own]
 
 
-def leaves(tree: Any) -> dict[str, Any]:
-    """Return the leaves of nested dicts, lists and tuples by their names, see `map_leaves`."""
+def named(tree: Any) -> dict[str, Any]:
+    """Return the leaves of nested dicts, lists and tuples by their names: the keys that lead to them, joined by dots."""
     found: dict[str, Any] = {}
-
-    def add(name: str, leaf: Any) -> None:
+    for path, leaf in tree_flatten_with_path(tree)[0]:
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
         if found.setdefault(name, leaf) is not leaf:  # as in {"a": {"b": 1}, "a.b": 2}
             raise CheckpointError(f"two entries of the state are named {name!r}; rename one of them")
-
-    map_leaves(add, tree)
     return found
+
+
+def outlined(tree: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors on the meta device by their names; tied ones by the first."""
+    leaves = named(tree)
+    names = {id(leaf): name for name, leaf in reversed(leaves.items()) if _is_meta(leaf)}
+    return {name: leaf for name, leaf in leaves.items() if names.get(id(leaf)) == name}
 
 
 def consolidate(optimizer: torch.optim.Optimizer, to: int = 0) -> dict[str, Any] | None:
@@ -88,8 +120,7 @@ def consolidate(optimizer: torch.optim.Optimizer, to: int = 0) -> dict[str, Any]
     Raises CheckpointError on all ranks if an entry of state has neither one number per element nor the same value on all ranks.
     If parameters are whole, an entry may have any shape.
     """
-    part = replace(synchronized_partition(optimizer), to=to)
-    whole = _gathered(part, *_of_optimizer(part))
+    whole = snapshot(optimizer, to=to).in_memory()
     return whole and whole["optimizer"]
 
 
@@ -98,116 +129,124 @@ def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
     Return on rank 0 copies on the CPU, tied where the entries are, with masters for weights of lower precision; on others None.
     """
-    part = synchronized_partition(optimizer)
-    whole = _gathered(part, *_of_model(part, model, divided=part.plan.has_masters))
+    whole = snapshot(optimizer, model, with_state=False).in_memory()
     return whole and whole["model"]
 
 
-def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Gather `model_state_dict` and `consolidate` on rank 0, as "model" and "optimizer". Needs to be called on all ranks."""
-    part = synchronized_partition(optimizer)
-    return _gathered(part, *_of_both(part, model, divided=part.plan.has_masters))
+def snapshot(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None = None,
+    with_state: bool = True,
+    to: int = 0,
+) -> Snapshot:
+    """Return the state of an optimizer and the weights of a model, for rank `to`. Needs to be called on all ranks.
 
-
-def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any] | None, list[TensorChunk]]:
-    """Return the state that `full_state` would gather, but leave it on its ranks. Needs to be called on all ranks.
-
-    Returns:
-        On rank 0 the outline: the result of `full_state`, with tensors on the meta device in place of those in chunks. On other
-        ranks None. And this rank's chunks, as views or to be decoded: the state and the (master) weights of the slices that it
-        owns, and on rank 0 the tensors of the model that no rank owns.
-    Raises CheckpointError also for a parameter that is not contiguous.
+    Raises the errors of `consolidate`, and CheckpointError if the ranks have different models.
     """
-    part = synchronized_partition(optimizer)
-    _check_contiguous(part)
-    outline, chunks = _of_both(part, model, divided=True)
-    if part.sends:
-        _gathered_ranges(part, outline, chunks)
-    return outline if part.receives else None, chunks
+    part = settled_partition(optimizer)
+    replica, receiver = divmod(to, part.plan.world_size)
+    receives = (part.replica, part.rank) == (replica, receiver)
+    own: list[Part] = []
+    weights, outlines, error = {}, list[Any](), None
+    try:
+        if with_state:
+            outlines = [_outline(part, owned, own) for owned in part.owned]
+        if model is not None:
+            weights = {"model": _weights(part, model, receives, own)}
+    except CheckpointError as raised:
+        error = raised
+    own.sort(key=lambda held: (held.name, held.start))
+    ranges = [held[:3] for held in own]
+    numels = {name: tensor.numel() for name, tensor in outlined(weights).items()}
+    errors, of_slices, held, expected = zip(*part.gather((error, outlines, ranges, numels)), strict=True)
+    for found in filter(None, errors):
+        raise found
+    state = {"state": _merged(part, of_slices), "param_groups": _copied(packed_groups(optimizer))}
+    if part.replica != replica:
+        return Snapshot(None, [], [], to, None)
+    whole = {**weights, "optimizer": state} if with_state else weights
+    tensors = outlined(whole)
+    sources = sorted((*range_, rank) for rank, ranges in zip(part.ranks, held, strict=True) for range_ in ranges)
+    _check_complete(sources, {name: tensors[name].numel() for name in tensors.keys() - numels} | expected[receiver])
+    in_order = [(tensors[name], numel, rank) for name, _, numel, rank in sources if receives]
+    return Snapshot(whole if receives else None, own, in_order, part.ranks[receiver], part.cpu_group)
 
 
-def restore(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], read_chunks: Callable[[list[TensorChunk]], None] | None = None
-) -> None:
+def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Load the state of an unsharded optimizer. Each rank takes its slices. Needs to be called on all ranks.
 
     Hyperparameters come from `state_dict`, except for the choice of kernel (`fused`, `foreach`, ...). `step` counters go to the
     device that the kernel requires (https://github.com/pytorch/pytorch/issues/124133).
 
-    `state_dict`: that of `consolidate` or of an unsharded optimizer. It is only read and copied. `read_chunks`: fills the
-    elements of chunks, for tensors on the meta device. Raises CheckpointError if groups, shapes or entries do not match.
+    `state_dict`: that of `consolidate` or of an unsharded optimizer. It is only read and copied. Raises CheckpointError if
+    groups, shapes or entries do not match.
     """
     if state_dict is None:
         raise CheckpointError("state_dict is None; save what `consolidate` returns on one rank, and load that on all ranks")
-    part = synchronized_partition(optimizer)
+    part = settled_partition(optimizer)
+    saved = state_dict["state"]
     _check_groups(state_dict["param_groups"], optimizer)
-    _check_state(state_dict["state"], part, in_chunks=read_chunks is not None)
-    states, chunks = _local_states(state_dict["state"], part)
-    if read_chunks is not None:
-        read_chunks(chunks)
-    elif chunks:
-        raise CheckpointError("the state is in shards; restore needs the function from zero.checkpoint.chunk_reader")
+    _check_state(saved, part)
+
+    def own(owned: OwnedSlice, value: Any) -> Any:
+        """Return the part of a leaf that belongs to a slice."""
+        if not isinstance(value, torch.Tensor) or value.shape != owned.param.shape:
+            return _copied(value)
+        return shaped(flattened(value, owned.param)[owned.start : owned.stop].clone(), owned.local)
+
+    in_saved = [(position, owned) for position, owned in enumerate(part.owned) if owned.number in saved]
+    states = {position: tree_map(partial(own, owned), saved[owned.number]) for position, owned in in_saved}
     inner_groups = packed_groups(part.inner)
-    for saved, group, inner_group in zip(state_dict["param_groups"], optimizer.param_groups, inner_groups, strict=True):
-        for key, value in hyperparameters(saved).items():
+    for its_group, group, inner_group in zip(state_dict["param_groups"], optimizer.param_groups, inner_groups, strict=True):
+        for key, value in hyperparameters(its_group).items():
             if key not in _MACHINE_FLAGS:
                 ours = group.get(key)
                 group[key] = inner_group[key] = _copied(value, ours.device if isinstance(ours, torch.Tensor) else "cpu")
     part.inner.load_state_dict({"state": states, "param_groups": inner_groups})
-    if "has_state" in vars(optimizer):  # a ShardedOptimizer
-        vars(optimizer).update(has_state=bool(state_dict["state"]), gathered=None)
+    if isinstance(optimizer, DividedOptimizer):
+        optimizer.has_state, optimizer.gathered = bool(saved), None
 
 
-def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:
-    """Return the outline of the whole optimizer state, and this rank's chunks of it. Needs to be called on all ranks."""
-    own: list[dict[str, Any]] = []  # outlines of the state of this rank's slices
-    chunks: list[TensorChunk] = []
-    error = None
-    try:
-        for slice_, local, state in zip(part.slices[part.rank], part.locals, part.states, strict=True):
-            take = partial(_take_leaf, part, slice_, local, chunks)
-            own.append(map_leaves(take, state, f"optimizer.state.{slice_.param}"))
-    except CheckpointError as raised:
-        error = raised
-    gathered = _gathered_objects(part, (own, error))
-    if error := next(filter(None, (error for _, error in gathered)), None):
-        raise error
-    first: dict[int, tuple[int, dict[str, Any]]] = {}  # by parameter: the rank and the outline of its first slice
-    for rank, slices in enumerate(part.slices):
-        for slice_, outline in zip(slices, gathered[rank][0], strict=True):
-            first_rank, its_outline = first.setdefault(slice_.param, (rank, outline))
-            there, here = ({name: _text(leaf) for name, leaf in leaves(held).items()} for held in (its_outline, outline))
+def _outline(part: Partition, owned: OwnedSlice, own: list[Part]) -> Any:
+    """Return the outline of the state of a slice, and add the parts of tensors that it has to `own`."""
+
+    def take(name: str, value: Any) -> Any:
+        if isinstance(value, int | float | complex | None):
+            return value
+        entry, numel = _entry(part, owned.number, name), owned.local.numel()
+        like: torch.Tensor = owned.param
+        read: Callable[[], torch.Tensor]
+        if isinstance(value, Encoded):
+            dtype, read = torch.float32, partial(value.decode, owned.local)
+        elif not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{entry} as {type(value).__name__}, which cannot be restored; use tensors and numbers")
+        elif value.numel() == 1 and not (value.dim() and value.shape == owned.local.shape):
+            return _copied(value)
+        elif value.shape == owned.local.shape or part.is_whole(owned.number):
+            dtype, read, numel = value.dtype, value.detach, value.numel()
+            like = value if part.is_whole(owned.number) or value.shape == like.shape else like
+        else:
+            raise CheckpointError(f"{entry} in shape {tuple(value.shape)} for {numel} elements: {_RULE}")
+        own.append(Part(f"optimizer.state.{owned.number}.{name}", owned.start, numel, read))
+        return _meta_like(like, dtype)
+
+    state = part.inner.state.get(owned.local, {})
+    return tree_unflatten(list(itertools.starmap(take, named(state).items())), tree_structure(state))
+
+
+def _merged(part: Partition, of_slices: Sequence[list[Any]]) -> dict[int, Any]:
+    """Return the outline of the whole state, from those of the slices of each rank. They differ in nothing but elements."""
+    first: dict[int, tuple[int, Any]] = {}  # by parameter: the rank and the outline of its first slice
+    for rank, outlines in enumerate(of_slices):
+        for slice_, outline in zip(part.plan.slices(rank), outlines, strict=bool(outlines)):
+            first_rank, its_outline = first.setdefault(slice_.number, (rank, outline))
+            there, here = ({name: _text(leaf) for name, leaf in named(held).items()} for held in (its_outline, outline))
             for name in there | here:
                 a, b = (texts.get(name, "nothing") for texts in (there, here))
                 if a != b:
-                    entry = _entry(part, slice_.param, name)
+                    entry = _entry(part, slice_.number, name)
                     raise CheckpointError(f"{entry} as {a} on rank {first_rank} and {b} on rank {rank}: {_RULE}")
-    whole = {number: outline for number, (_, outline) in sorted(first.items()) if outline}
-    state = {"state": whole, "param_groups": _copied(packed_groups(part.optimizer))}
-    return {"optimizer": state}, chunks if part.sends else []
-
-
-def _take_leaf(part: Partition, slice_: Slice, local: torch.Tensor, chunks: list[TensorChunk], name: str, value: Any) -> Any:
-    """Return the outline of one leaf of a slice's state, and add the leaf's elements to `chunks`."""
-    if isinstance(value, int | float | complex | None):
-        return value
-    entry = _entry(part, slice_.param, name.removeprefix(f"optimizer.state.{slice_.param}."))
-    param = part.params[slice_.param]
-    if isinstance(value, Encoded):
-        elements = _meta_like(local, torch.float32)
-        chunks.append(TensorChunk(name, param.numel(), slice_.start, elements, partial(value.decode, local)))
-        return _meta_like(param, torch.float32)
-    if not isinstance(value, torch.Tensor):
-        raise CheckpointError(f"{entry} as {type(value).__name__}, which cannot be restored; use tensors and numbers")
-    if value.dim() and value.shape == local.shape:
-        chunks.append(TensorChunk(name, param.numel(), slice_.start, value.detach()))
-        return _meta_like(value if value.shape == param.shape else param, value.dtype)
-    if value.numel() == 1:
-        return _copied(value)
-    if not _is_whole(part, slice_.param):
-        raise CheckpointError(f"{entry} in shape {tuple(value.shape)} for {local.numel()} elements: {_RULE}")
-    chunks.append(TensorChunk.of_whole(name, value))
-    return _meta_like(value, value.dtype)
+    return {number: outline for number, (_, outline) in sorted(first.items()) if outline}
 
 
 def _entry(part: Partition, number: int, name: str) -> str:
@@ -221,105 +260,43 @@ def _text(leaf: Any) -> str:
     return f"{leaf.dtype} {leaf.tolist()}" if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
-def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[dict[str, Any], list[TensorChunk]]:
-    """Return the outline of a model's state dict, in the dtype of the updates, and this rank's chunks of it.
+def _weights(part: Partition, model: torch.nn.Module, receives: bool, own: list[Part]) -> dict[str, Any]:
+    """Return the outline of a model's state dict, in the dtype of the updates, and add the parts of this rank to `own`.
 
-    `divided`: each rank has the (master) weights of its slices. Otherwise rank 0 has all weights. Tied tensors stay tied.
+    These are its masters and, on the rank that receives, all that has no masters. Tied tensors stay tied.
     """
+    divided = part.plan.has_masters
     held = model.state_dict(keep_vars=True)
     names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # first name of tied tensors
-    numbers = {id(part.params[slice_.param]): slice_.param for slices in part.slices for slice_ in slices} if divided else {}
+    dtypes = {id(param): dtype for param, dtype in zip(parameters(part.optimizer), part.plan.update_dtypes, strict=True)}
     for name, param in model.named_parameters(remove_duplicate=False):
-        number = numbers.get(id(param))
-        if number is not None and held.get(name, param) is not param and part.plan.update_dtypes[number] != param.dtype:
+        if divided and held.get(name, param) is not param and dtypes.get(id(param), param.dtype) != param.dtype:
             copied = f"state_dict() of the model has a copy of {name}"
             raise CheckpointError(f"{copied}, which lacks its master; return the parameter")
-    chunks = []
-    for slice_, local, read in zip(part.slices[part.rank], part.locals, part.readers, strict=True) if divided else ():
-        param = part.params[slice_.param]
-        if id(param) in names:
-            chunks.append(TensorChunk(names[id(param)], param.numel(), slice_.start, _meta_like(local, local.dtype), read))
     outlines: dict[int, Any] = {}
     for key, tensor in {id(tensor): tensor for tensor in held.values()}.items():
         if not isinstance(tensor, torch.Tensor):  # from get_extra_state()
-            outlines[key] = copy.deepcopy(tensor) if part.receives else None
+            outlines[key] = copy.deepcopy(tensor) if receives else None
             continue
-        number, dtype = numbers.get(key), tensor.dtype
-        if number is not None and part.plan.params[number].requires_grad:
-            dtype = part.plan.update_dtypes[number]
-        outlines[key] = _meta_like(tensor, dtype)
-        if number is None and part.receives:
-            chunks.append(TensorChunk.of_whole(names[key], tensor))
-    return {"model": {name: outlines[id(tensor)] for name, tensor in held.items()}}, chunks if part.sends else []
+        is_divided = divided and key in dtypes
+        outlines[key] = _meta_like(tensor, dtypes[key] if is_divided and tensor.requires_grad else tensor.dtype)
+        if receives and not is_divided:
+            own.append(Part(names[key], 0, tensor.numel(), tensor.detach))
+    for owned in part.owned if divided else ():
+        if id(owned.param) in names:
+            own.append(Part(names[id(owned.param)], owned.start, owned.local.numel(), owned.read))
+    return {name: outlines[id(tensor)] for name, tensor in held.items()}
 
 
-def _of_both(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[dict[str, Any], list[TensorChunk]]:
-    """Return the outline of a checkpoint's "model" and "optimizer", and this rank's chunks of both. See `_of_model`."""
-    state, of_state = _of_optimizer(part)
-    weights, of_weights = _of_model(part, model, divided)
-    return {**weights, **state}, of_weights + of_state
-
-
-def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk]) -> dict[str, Any] | None:
-    """Return on rank 0 the whole state, an outline filled with the chunks of all ranks. Needs to be called on all ranks."""
-    if not part.sends:
-        return None
-    ranges_of_ranks = _gathered_ranges(part, outline, chunks)
-    whole, places = None, None
-    if part.receives:
-        whole, tensors = materialized(outline, torch.preserve_format)
-        flat = {name: flattened(tensor, tensor) for name, tensor in tensors.items()}
-        places = [[flat[name][start:stop] for name, start, stop in ranges] for ranges in ranges_of_ranks]
-    gather_tensors([chunk.read_flat for chunk in chunks], places, part.cpu_group, part.to % part.plan.world_size)
-    if whole and "model" in outline:  # what get_extra_state() has returned stays as it is
-        whole["model"] |= {name: held for name, held in outline["model"].items() if not isinstance(held, torch.Tensor)}
-    return whole
-
-
-def _gathered_objects(part: Partition, value: Any) -> list[Any]:
-    return gather_objects(value, part.cpu_group) if part.plan.world_size > 1 else [value]
-
-
-def _gathered_ranges(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk]) -> list[list[tuple[str, int, int]]]:
-    """Return (name, start, stop) of the chunks of each rank. Needs to be called on all ranks that share the state.
-
-    Raises CheckpointError on all of them if the chunks are not exactly the elements of rank 0's outline.
-    """
-    tensors = {id(leaf): (name, leaf.numel()) for name, leaf in reversed(leaves(outline).items()) if _is_meta(leaf)}
-    own = [(chunk.name, chunk.start, chunk.stop) for chunk in chunks]
-    (_, expected), *_ = gathered = _gathered_objects(part, (own, dict(tensors.values())))
+def _check_complete(sources: list[tuple[str, int, int, int]], expected: dict[str, int]) -> None:
+    """Raise CheckpointError if the parts, of which there are names, starts, numels and ranks, are not what is expected."""
     held: Counter[str] = Counter()
-    for ranges, _ in gathered:
-        for name, start, stop in ranges:
-            held[name] += stop - start
+    for name, _, numel, _ in sources:
+        held[name] += numel
     for name in expected | held:
         if held[name] != expected.get(name, 0):
             sizes = f"{expected.get(name, 0)} elements on rank 0, but the ranks hold {held[name]}"
             raise CheckpointError(f"{name} has {sizes}; save the same model on all ranks")
-    return [ranges for ranges, _ in gathered]
-
-
-def materialized(tree: Any, memory_format: torch.memory_format) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return a tree with new CPU tensors in place of meta tensors, and the new tensors by name. Tied tensors stay tied."""
-    new: dict[int, torch.Tensor] = {}
-    named: dict[str, torch.Tensor] = {}
-
-    def allocate(name: str, leaf: Any) -> Any:
-        if not _is_meta(leaf):
-            return leaf
-        if id(leaf) not in new:
-            new[id(leaf)] = named[name] = torch.empty_like(leaf, device="cpu", memory_format=memory_format)
-        return new[id(leaf)]
-
-    return map_leaves(allocate, tree), named
-
-
-def _check_contiguous(part: Partition) -> None:
-    """Refuse a parameter that is not contiguous: a file has index order, slices and fused updates have memory order."""
-    for number, (param, spec) in enumerate(zip(part.params, part.plan.params, strict=True)):
-        if spec.requires_grad and not param.is_contiguous():
-            remedy = "shards hold contiguous parameters, consolidated files hold any"
-            raise CheckpointError(f"parameter {number} has strides {param.stride()}; {remedy}")
 
 
 def _check_groups(saved_groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
@@ -334,22 +311,20 @@ def _check_groups(saved_groups: list[dict[str, Any]], optimizer: torch.optim.Opt
                 raise CheckpointError(f"the saved optimizer has {key}={value!r}, this one {key}={group[key]!r}")
 
 
-def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: bool) -> None:
+def _check_state(saved: dict[int, dict[str, Any]], part: Partition) -> None:
     """Refuse state that does not fit the parameters or the class, with the same result on all ranks."""
-    if in_chunks:
-        _check_contiguous(part)
-    inner = type(part.inner)
+    inner, params = type(part.inner), parameters(part.optimizer)
     for number, entries in saved.items():
-        if not 0 <= number < len(part.params):
-            raise CheckpointError(f"there is saved state of parameter {number}, but there are {len(part.params)}")
+        if not 0 <= number < len(params):
+            raise CheckpointError(f"there is saved state of parameter {number}, but there are {len(params)}")
         is_matrix = issubclass(inner, Muon) and part.plan.params[number].matrices  # the others have the state of AdamW
         known = torch.optim.Muon if is_matrix else next((cls for cls in inner.__mro__ if cls in ENTRIES), None)
         of = [cls for cls, (always, sometimes) in ENTRIES.items() if always <= entries.keys() <= always | sometimes]
         if entries and known and known not in of and (of or not ENTRIES[known][0] <= entries.keys()):
             kept = f"{', '.join(entries)}{' of ' if of else ''}{' or '.join(cls.__name__ for cls in of)}"
             raise CheckpointError(f"the saved state is {kept}, not of {inner.__name__}; build the optimizer that was saved")
-        whole, shape = _is_whole(part, number), part.params[number].shape
-        for name, value in leaves(entries).items():
+        whole, shape = part.is_whole(number), params[number].shape
+        for name, value in named(entries).items():
             is_tensor = isinstance(value, torch.Tensor)
             is_number = isinstance(value, int | float) or (is_tensor and value.numel() == 1)
             has_shape = is_tensor and value.shape == shape
@@ -362,29 +337,6 @@ def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: b
                 raise CheckpointError(f"saved state {name!r} of parameter {number} {found}, the parameter shape {tuple(shape)}")
 
 
-def _local_states(saved: dict[int, dict[str, Any]], part: Partition) -> tuple[dict[int, dict[str, Any]], list[TensorChunk]]:
-    """Return this rank's part of saved state, by the inner optimizer's numbers, and its chunks that are not read yet."""
-    states: dict[int, dict[str, Any]] = {}
-    chunks: list[TensorChunk] = []
-
-    def own_part(slice_: Slice, local: torch.Tensor, name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        param = part.params[slice_.param]
-        is_per_element = value.shape == param.shape
-        if value.is_meta:
-            own = torch.empty(local.shape if is_per_element else value.shape, dtype=value.dtype, device="cpu")
-            chunks.append(TensorChunk(name, value.numel(), slice_.start if is_per_element else 0, own.view(-1)))
-            return own
-        return shaped(flattened(value, param)[slice_.start : slice_.stop].clone(), local) if is_per_element else value.clone()
-
-    for position, (slice_, local) in enumerate(zip(part.slices[part.rank], part.locals, strict=True)):
-        if slice_.param in saved:
-            take = partial(own_part, slice_, local)
-            states[position] = map_leaves(take, saved[slice_.param], f"optimizer.state.{slice_.param}")
-    return states, chunks
-
-
 def _is_same_kind(value: Any, ours: Any) -> bool:
     """Return whether a hyperparameter may replace ours."""
     if isinstance(ours, list | tuple):
@@ -394,15 +346,10 @@ def _is_same_kind(value: Any, ours: Any) -> bool:
     return True
 
 
-def _is_whole(part: Partition, number: int) -> bool:
-    """Return whether a parameter is never cut: then its state may have any shape."""
-    return part.plan.assigned is not None or not part.plan.params[number].requires_grad
-
-
-def _meta_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor on the meta device, in the shape of `param`, and in its strides if dense."""
-    memory_format = torch.preserve_format if is_dense(param) else torch.contiguous_format
-    return torch.empty_like(param, dtype=dtype, device="meta", memory_format=memory_format)
+def _meta_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor on the meta device, in the shape of `tensor`, and in its strides if dense."""
+    memory_format = torch.preserve_format if is_dense(tensor) else torch.contiguous_format
+    return torch.empty_like(tensor, dtype=dtype, device="meta", memory_format=memory_format)
 
 
 def _is_meta(leaf: Any) -> bool:
@@ -411,10 +358,10 @@ def _is_meta(leaf: Any) -> bool:
 
 def packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the `param_groups` of a torch.optim `state_dict()`: hyperparameters, and numbers in place of parameters."""
-    numbers = count()
+    numbers = itertools.count()
     return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
 def _copied(tree: Any, device: torch.device | str = "cpu") -> Any:
-    """Return nested dicts, lists and tuples with copies of their tensors on a device."""
-    return map_leaves(lambda _, leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    """Return a tree with copies of its tensors on a device."""
+    return tree_map(lambda leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zero.checkpoint import store
-from zero.checkpoint.state import TensorChunk, full_state, local_chunks
+from zero.checkpoint.state import Part, Snapshot, snapshot
 from zero.checkpoint.store import SaveReport
 from zero.host_comm import LONG_TIMEOUT, gather_objects, is_rank_0
 
@@ -20,13 +20,12 @@ class DivergedError(ArithmeticError):
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run one after the other. Needs to be constructed on all ranks.
+    """Writes the checkpoints of a run one after the other, on rank 0, as they arrive. Needs to be constructed on all ranks.
 
     Args:
-        folder: of the checkpoints; it must exist. With 'sharded', all ranks must share it.
+        folder: of the checkpoints; it must exist on rank 0.
         keep: number of checkpoints that are kept by iteration.
-        background: `write` returns when the state is collected on the CPU, and a thread writes the file.
-        format: 'consolidated' (rank 0 writes everything) or 'sharded' (each rank writes what it owns).
+        background: `write` returns when each rank has copied its parts to the CPU, and a thread writes the file.
         newest_is_corrupt: whether `find` has found that the newest checkpoint is corrupt. Only the value of rank 0 counts.
         sweep: remove files that killed runs have left. Pass False for a run that saves nothing and must change nothing.
     """
@@ -36,11 +35,10 @@ class CheckpointWriter:
         folder: str,
         keep: int = 0,
         background: bool = False,
-        format: str = "consolidated",
         newest_is_corrupt: bool = False,
         sweep: bool = True,
     ) -> None:
-        self.folder, self.keep, self.background, self.format = folder, keep, background, format
+        self.folder, self.keep, self.background = folder, keep, background
         self.newest_is_corrupt = newest_is_corrupt
         # a process group of its own, because the collectives of the thread run concurrently with the others, and because NCCL
         # would end the run if the ranks wait longer than its timeout, 10 minutes, while rank 0 writes
@@ -59,16 +57,13 @@ class CheckpointWriter:
         """
         self.wait()
         begin = time.perf_counter()
-        own: list[TensorChunk] | None = None
-        if self.format == "sharded":
-            state, own = local_chunks(model, optimizer)
-            if self.background:  # training continues and overwrites the memory that the chunks view
-                own = [chunk._replace(elements=chunk.read().to("cpu", copy=True), decode=None) for chunk in own]
-        else:
-            state = full_state(model, optimizer)
-        checkpoint = {**state, **values} if state is not None else None
-        buffers = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        commit = partial(self._commit, checkpoint, own, buffers, time.perf_counter() - begin)
+        state = snapshot(optimizer, model)
+        state.group = self._group
+        if self.background:
+            state.hold()
+        checkpoint = {**state.outline, **values} if state.outline is not None else None
+        params = {f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
+        commit = partial(self._commit, checkpoint, state, params, time.perf_counter() - begin)
         if self.background:
             self._pending = self._thread.submit(commit)
             return
@@ -90,31 +85,22 @@ class CheckpointWriter:
         """Return the results of the saves that have ended since the last call. Rank 0 has the results of all saves."""
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
-    def _commit(
-        self, checkpoint: dict[str, Any] | None, own: list[TensorChunk] | None, buffers: set[str], consolidate_s: float
-    ) -> None:
-        """Write what was collected, see `store.commit`, unless a weight is not finite. Needs to be called on all ranks."""
-        if checkpoint is None and own is None:  # rank 0 has the whole state
-            return
+    def _commit(self, checkpoint: dict[str, Any] | None, state: Snapshot, params: set[str], consolidate_s: float) -> None:
+        """Write the state as it arrives, see `store.commit`, unless a weight is not finite. Needs to be called on all ranks."""
         try:
-            self._check_finite(checkpoint, own, buffers)
-            report = store.commit(checkpoint, own, self.folder, self.keep, not self.newest_is_corrupt, self._group)
+            self._check_finite([part for part in state.own if part.name in params])
+            with state.arriving() as pieces:
+                if checkpoint is not None:
+                    report = store.commit(checkpoint, self.folder, self.keep, not self.newest_is_corrupt, pieces)
+                    self.newest_is_corrupt = False
+                    self._outcomes.append(report._replace(consolidate_s=consolidate_s))
         except (OSError, DivergedError) as error:
             self._outcomes.append(error)
-            return
-        self.newest_is_corrupt = False
-        if report is not None:
-            self._outcomes.append(report._replace(consolidate_s=consolidate_s))
 
-    def _check_finite(self, checkpoint: dict[str, Any] | None, own: list[TensorChunk] | None, buffers: set[str]) -> None:
-        """Raise DivergedError on all ranks that write, for the first weight with an inf or a nan. A buffer may have them."""
-        if own is None:
-            weights = iter(checkpoint["model"].items() if checkpoint is not None else ())
-        else:
-            named = ((chunk.name.removeprefix("model."), chunk) for chunk in own if chunk.name.startswith("model."))
-            weights = ((name, chunk.read()) for name, chunk in named)
-        found = next((name for name, value in weights if name not in buffers and not _is_finite(value)), None)
-        for name in [found] if own is None else gather_objects(found, self._group):
+    def _check_finite(self, weights: list[Part]) -> None:
+        """Raise DivergedError on all ranks for the first weight with an inf or a nan on any of them."""
+        found = next((part.name.removeprefix("model.") for part in weights if not _is_finite(part.read())), None)
+        for name in gather_objects(found, self._group):
             if name is not None:
                 raise DivergedError(f"{name} is not finite")
 
@@ -124,9 +110,9 @@ class CheckpointWriter:
             dist.barrier(self._group)
 
 
-def _is_finite(value: Any) -> bool:
-    """Return False for a tensor with an inf or a nan, True for any other value. Needs almost no memory."""
-    if not (isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()):
+def _is_finite(value: torch.Tensor) -> bool:
+    """Return whether a tensor has no inf and no nan. Needs almost no memory."""
+    if not (value.is_floating_point() and value.numel()):
         return True
     least, most = value.detach().aminmax()  # both are nan if the tensor holds a nan
     return bool(least.isfinite() and most.isfinite())

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero.buckets import Bucket, OwnedSlice
-from zero.collectives import AllToAllWork, Communicator
+from zero.buckets import Bucket, OwnedSlice, Placement
+from zero.collectives import AllToAllWork
 from zero.muon.matrices import Part, matrix_plan, stacked
 from zero.muon.muon import Muon, is_skipped
 from zero.stopwatch import region
@@ -36,14 +36,11 @@ class MatrixExchange:
     the next one and the directions of the previous one are in flight.
     """
 
-    def __init__(self, optimizer: Any) -> None:  # a ShardedOptimizer with Muon as its inner optimizer
-        buckets, plan = optimizer.buckets, optimizer.plan
-        self.comm: Communicator = optimizer.comm
-        self.inner: Muon = optimizer.inner
-        self.plan = matrix_plan(plan)  # who transforms what, and when
-        self.number_of: dict[torch.nn.Parameter, int] = optimizer.number_of
-        self._buckets: list[Bucket] = buckets
-        self._specs = [plan.params[number] for buffer in plan.buffers for number in buffer.params]
+    def __init__(self, placed: Placement, inner: Muon) -> None:
+        self.comm, self.inner, self.number_of = placed.comm, inner, placed.number_of
+        self.plan = matrix_plan(placed.plan)  # who transforms what, and when
+        self._buckets = buckets = placed.buckets
+        self._specs = placed.plan.params
         offsets = [[owned.offset for owned in bucket.owned] for bucket in buckets]
         self._slice_of: dict[Part, OwnedSlice] = {}  # by part of this rank
         for part in itertools.chain(*self.plan.parts):
@@ -84,7 +81,7 @@ class MatrixExchange:
         by_group: dict[int, dict[torch.nn.Parameter, torch.Tensor]] = {}
         arrived, places, shapes = self._directions.pop(bucket.number, []), [], {}
         for owned, first, values in arrived:
-            spec = self._specs[self.number_of[owned.param]]
+            spec = self._specs[owned.number]
             directions = by_group.setdefault(spec.group, {})
             if owned.local not in directions:
                 directions[owned.local] = torch.empty_like(owned.local)
@@ -136,7 +133,7 @@ class MatrixExchange:
             slices = [self._slice_of[part] for part in round_.sent]
             by_group: dict[int, dict[torch.nn.Parameter, None]] = {}
             for owned in slices:
-                by_group.setdefault(self._specs[self.number_of[owned.param]].group, {})[owned.local] = None
+                by_group.setdefault(self._specs[owned.number].group, {})[owned.local] = None
             in_order = list(itertools.chain(*by_group.values()))
             momenta = update_momenta({index: list(locals_) for index, locals_ in by_group.items()})
             values = dict(zip(in_order, momenta, strict=True))

@@ -13,7 +13,7 @@ IMBALANCE = 1.05  # of the loads of the ranks, the largest to the mean
 class Matrix(NamedTuple):
     """Elements of a flattened parameter that form a matrix."""
 
-    param: int  # as `Bucket.members` numbers it
+    param: int  # number of the parameter
     start: int  # first element
     shape: tuple[int, int]
 
@@ -53,29 +53,24 @@ class MatrixPlan:
 
 
 def matrix_plan(plan: Plan) -> MatrixPlan:
-    """Return the plan of the matrices in a ShardedOptimizer's plan. Parameters are numbered in the order of its buffers.
-
-    Raises ValueError if a parameter does not consist of as many matrices as its group says.
-    """
+    """Return the plan of the matrices in a ShardedOptimizer's plan. Raises ValueError if a parameter has not so many."""
     matrices: list[Matrix] = []
     parts: list[list[Part]] = []
     in_order: list[tuple[int, list[range]]] = []  # of each buffer: elements of a bucket, numbers of each parameter's matrices
-    first_param, bucket = 0, -1
+    bucket = -1
     for buffer in plan.buffers:
         of_param: dict[int, range] = {}
-        for number, spec in enumerate(plan.params[number] for number in buffer.params):
-            if spec.matrices:
+        for param in buffer.layout.numels:
+            if (spec := plan.params[param]).matrices:
                 rows, columns = stacked(spec.shape, spec.matrices)
-                of_param[number] = range(len(matrices), len(matrices) + spec.matrices)
-                for index in range(spec.matrices):
-                    matrices.append(Matrix(first_param + number, index * rows * columns, (rows, columns)))
+                of_param[param] = range(len(matrices), len(matrices) + spec.matrices)
+                matrices += [Matrix(param, index * rows * columns, (rows, columns)) for index in range(spec.matrices)]
         parts += [[] for _ in matrices[len(parts) :]]
         for span, shards in zip(buffer.layout.buckets, buffer.layout.shards, strict=True):
             bucket += 1
             for placed in buffer.layout.placed_in(span):
-                for number in of_param.get(placed.param, ()):
+                for number in of_param.get(placed.number, ()):
                     parts[number] += _parts(number, matrices[number], placed, bucket, len(shards[0]))
-        first_param += len(buffer.params)
         in_order.append((len(buffer.layout.buckets[0]), list(of_param.values())[::-1]))  # the last bucket is updated first
     costs = [iteration_flops(matrix.shape) for matrix in matrices]
     owners, rounds = [0] * len(matrices), [0] * len(matrices)

@@ -47,19 +47,14 @@ def save_alone(folder, *at, **writer):
         model = make_toy()
         optimizer = torch.optim.AdamW(model.param_groups(), lr=0.01)
         train(model, optimizer, rank=0, steps=1, first=iteration, decay_lr=False)
-        own = ckpt.CheckpointWriter(str(folder), format="sharded", **writer)
+        own = ckpt.CheckpointWriter(str(folder), **writer)
         own.write(model, optimizer, {**VALUES, "iter_num": iteration})
     return model, optimizer
 
 
-def iterations(folder):
-    """Those of which there are shards."""
-    return sorted(int(name.split("_")[1]) for name in os.listdir(folder) if name.startswith("shards_"))
-
-
 def restore(optimizer, path):
     checkpoint = ckpt.load(path)
-    ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(path, checkpoint))
+    ckpt.restore(optimizer, checkpoint["optimizer"])
     return checkpoint
 
 

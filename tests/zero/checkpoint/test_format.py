@@ -141,17 +141,13 @@ def test_every_rank_needs_the_file_of_rank_0(tmp_path):
     """It or a copy. Otherwise all ranks say which rank lacks it, and why."""
     for name, iteration in (("shared", 1), ("other", 2)):
         save_alone(tmp_path / name, iteration)
-    for name in ("copy", "damaged", "cut", "without shards", "shard damaged"):
+    for name in ("copy", "damaged", "cut"):
         shutil.copytree(tmp_path / "shared", tmp_path / name)
     damage(tmp_path / "damaged" / "ckpt.pt", (tmp_path / "shared" / "ckpt.pt").read_bytes().index(b"best_val_loss"))
     os.truncate(tmp_path / "cut" / "ckpt.pt", 1000)
-    [shards] = (tmp_path / "without shards").glob("shards_*")
-    shutil.rmtree(shards)
-    [shard] = (tmp_path / "shard damaged").glob("shards_*/__0_0.distcp")
-    damage(shard, shard.stat().st_size // 2)
     expected = {
         **{"shared": "", "copy": "", "other": "is another file", "nowhere": "there is no checkpoint"},
-        **{"damaged": "damaged", "cut": "damaged", "without shards": "there is no", "shard damaged": "checksum"},
+        **{"damaged": "damaged", "cut": "damaged"},
     }
     calls = [partial(load_where, [str(tmp_path / "shared"), str(tmp_path / name)]) for name in expected]
     calls.append(partial(load_where, [str(tmp_path / "nowhere"), str(tmp_path / "shared")]))

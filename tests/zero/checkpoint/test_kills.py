@@ -1,6 +1,6 @@
 """Training that is killed at a random moment, one rank or all, and resumed, ends as if nothing had happened.
 
-A process that is killed at any moment of a save leaves a whole checkpoint, in both formats.
+A process that is killed at any moment of a save leaves a whole checkpoint.
 """
 
 import json
@@ -21,7 +21,7 @@ from zero import checkpoint as ckpt
 STEPS, WORLD_SIZE, KILLS = 16, 2, 5
 
 
-def train_rank(rank, meeting, folder, format, muon, started):
+def train_rank(rank, meeting, folder, muon, started):
     """From the newest checkpoint to the end, a save every other step; the losses go to a file, a line each."""
     dist.init_process_group("gloo", init_method=f"file://{meeting}/rendezvous", rank=rank, world_size=WORLD_SIZE)
     model, optimizer = build_toy("sharded", muon=muon)
@@ -30,7 +30,7 @@ def train_rank(rank, meeting, folder, format, muon, started):
         checkpoint = restore(optimizer, ckpt.find(folder)[0])
         model.module.load_state_dict(checkpoint["model"])
         first = checkpoint["iter_num"]
-    writer = ckpt.CheckpointWriter(folder, keep=2, background=True, format=format)
+    writer = ckpt.CheckpointWriter(folder, keep=2, background=True)
     dist.barrier()
     started.set()
     with open(f"{folder}/losses{rank}", "a", buffering=1) as losses:
@@ -52,13 +52,12 @@ def train_rank(rank, meeting, folder, format, muon, started):
     os._exit(0)
 
 
-def start(folder, format, muon):
+def start(folder, muon):
     """The ranks, all of which are in training."""
     meeting = tempfile.mkdtemp(dir=folder)
     events = [ranks.context.Event() for _ in range(WORLD_SIZE)]
     processes = [
-        ranks.context.Process(target=train_rank, args=(rank, meeting, folder, format, muon, event))
-        for rank, event in enumerate(events)
+        ranks.context.Process(target=train_rank, args=(rank, meeting, folder, muon, event)) for rank, event in enumerate(events)
     ]
     for process in processes:
         process.start()
@@ -97,7 +96,7 @@ def kill_and_resume(tmp_path, trials, muon):
     rng = random.Random(0)
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
-    processes = start(str(undisturbed), "consolidated", muon)
+    processes = start(str(undisturbed), muon)
     begin = time.monotonic()
     assert finish(processes) == [0] * WORLD_SIZE
     duration = time.monotonic() - begin
@@ -108,8 +107,7 @@ def kill_and_resume(tmp_path, trials, muon):
     for trial in range(trials):
         folder = tmp_path / str(trial)
         folder.mkdir()
-        format = ckpt.FORMATS[trial // 2 % 2]
-        processes = start(str(folder), format, muon)
+        processes = start(str(folder), muon)
         steps = rng.randrange(STEPS // 2)
         while all(process.exitcode is None for process in processes) and steps_taken(folder) < steps:
             time.sleep(0.001)
@@ -120,7 +118,7 @@ def kill_and_resume(tmp_path, trials, muon):
         finish(processes)  # a rank that is left alone finds out and fails
         if not (folder / "end.pt").exists():
             interrupted += 1
-            assert finish(start(str(folder), format, muon)) == [0] * WORLD_SIZE, trial
+            assert finish(start(str(folder), muon)) == [0] * WORLD_SIZE, trial
         assert curve(folder) == expected, trial
         resumed = torch.load(folder / "end.pt", weights_only=True)
         assert all(torch.equal(resumed[name], end[name]) for name in end), trial
@@ -138,9 +136,9 @@ def test_killed_and_resumed(tmp_path, trials, muon):
     kill_and_resume(tmp_path, trials, muon)
 
 
-def save_without_end(folder, background, format, iteration, ready):
+def save_without_end(folder, background, iteration, ready):
     """`ready` after two of them."""
-    writer, first = ckpt.CheckpointWriter(folder, keep=2, background=background, format=format), iteration + 1
+    writer, first = ckpt.CheckpointWriter(folder, keep=2, background=background), iteration + 1
     while True:
         iteration += 1
         write(writer, iteration, numel=200_000)
@@ -150,13 +148,12 @@ def save_without_end(folder, background, format, iteration, ready):
             ready.set()
 
 
-@pytest.mark.parametrize("format", ckpt.FORMATS)
 @pytest.mark.parametrize("background", [False, True])
-def test_a_kill_inside_a_save_leaves_a_whole_file(tmp_path, background, format):
+def test_a_kill_inside_a_save_leaves_a_whole_file(tmp_path, background):
     rng, iteration = random.Random(1), 0
     for _ in range(KILLS):
         ready = ranks.context.Event()
-        process = ranks.context.Process(target=save_without_end, args=(str(tmp_path), background, format, iteration, ready))
+        process = ranks.context.Process(target=save_without_end, args=(str(tmp_path), background, iteration, ready))
         process.start()
         assert ready.wait(60), "it has ended"
         time.sleep(rng.random() * 0.1)

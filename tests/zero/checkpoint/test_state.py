@@ -16,11 +16,15 @@ from toy import assert_equal, batch, largest_difference, make_toy, of_rank_0, sh
 
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
-from zero.checkpoint.state import full_state, local_chunks
+from zero.checkpoint.state import snapshot
 from zero.sharded_state import partition
 
 ELEMENTWISE = {name: {} for name in ("Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "Rprop", "ASGD")}
 ELEMENTWISE |= {name: {"momentum": 0.9} for name in ("SGD", "RMSprop")}
+
+
+def everything(model, optimizer):
+    return snapshot(optimizer, model).in_memory()
 
 
 def steps_there_and_back(name, kwargs, group=None):
@@ -40,7 +44,7 @@ def steps_there_and_back(name, kwargs, group=None):
     steps(model, sharded)
     steps(oracle, plain)
     assert largest_difference(weights(model), weights(oracle)) == 0.0, name
-    return len(sharded.owned)
+    return len(sharded.placed.owned)
 
 
 def on_a_subgroup():
@@ -73,7 +77,7 @@ class Odd(torch.nn.Linear):
 
 def odd_models(folder):
     """What a file holds of them: extra state, a mask, and weights as they were written after the last step."""
-    for format in ckpt.FORMATS:
+    for background in (False, True):
         torch.manual_seed(0)
         module = Odd()
         optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, param_dtype="bfloat16", lr=0.1)
@@ -81,8 +85,10 @@ def odd_models(folder):
         model(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
         optimizer.set_parameter(module.weight, module.weight.clamp(-0.1, 0.1))
-        writer, whole = ckpt.CheckpointWriter(folder, format=format), ckpt.model_state_dict(module, optimizer)
+        writer = ckpt.CheckpointWriter(folder, background=background)
+        whole = ckpt.model_state_dict(module, optimizer)
         writer.write(module, optimizer, VALUES)
+        writer.wait()
         if dist.get_rank() == 0:
             assert type(whole["_extra_state"]) is OrderedDict
             assert [type(outcome) for outcome in writer.outcomes()] == [ckpt.SaveReport]
@@ -93,6 +99,7 @@ def odd_models(folder):
         module.extra = {"object": object()}
         with pytest.raises(ValueError, match="_extra_state is more than") if dist.get_rank() == 0 else contextlib.nullcontext():
             writer.write(module, optimizer, VALUES)
+            writer.wait()
 
 
 def state_dict_of_another_module():
@@ -117,7 +124,7 @@ def models_that_differ():
     module = torch.nn.Linear(8, 8)
     optimizer = divide(module, torch.optim.AdamW, param_dtype="bfloat16")
     passed = module if dist.get_rank() == 0 else torch.nn.Sequential(module)
-    for save in (ckpt.model_state_dict, full_state, local_chunks):
+    for save in (ckpt.model_state_dict, everything):
         with pytest.raises(ckpt.CheckpointError) as error:
             save(passed, optimizer)
         message = "model.weight has 64 elements on rank 0, but the ranks hold 32; save the same model on all ranks"
@@ -180,34 +187,29 @@ def update(model, optimizer, steps):
 
 
 def there_and_back(kwargs, folder):
-    """The state in memory, in each kind of file, and after each conversion, goes on as if it had never been interrupted."""
+    """The state in memory and in a file goes on as if it had never been interrupted."""
     optimizer_cls = Keeping if "kind" in kwargs else torch.optim.AdamW
     model, oracle = make_list(), make_list()
     optimizer, plain = divide(model, optimizer_cls, **kwargs), optimizer_cls(oracle.parameters(), **kwargs)
-    assert [(slices[0].param, slices[0].numel) for slices in partition(optimizer).slices] == [(0, 1), (0, 16)]
+    of_ranks = map(partition(optimizer).plan.slices, range(2))
+    assert [(slices[0].number, slices[0].numel) for slices in of_ranks] == [(0, 1), (0, 16)]
     update(model, optimizer, range(3))
     update(oracle, plain, range(3))
     expected = copy.deepcopy(plain.state_dict())
     update(oracle, plain, range(3, 6))
     state = of_rank_0(ckpt.consolidate(optimizer))
     assert_equal(state, expected)
-    loaded = [(ckpt.model_state_dict(model, optimizer), state, None)]
-    for format in ckpt.FORMATS:
-        path = f"{folder}/{format}/ckpt.pt"
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        ckpt.CheckpointWriter(os.path.dirname(path), format=format).write(model, optimizer, VALUES)
-        if dist.get_rank() == 0:
-            ckpt.convert(path, f"{path}.converted.pt")
-        dist.barrier()
-        for each in (path, f"{path}.converted.pt"):
-            saved = ckpt.load(each)
-            loaded.append((saved["model"], saved["optimizer"], ckpt.chunk_reader(each, saved)))
-    for weights_, its_state, read_chunks in loaded:
+    os.makedirs(folder, exist_ok=True)
+    ckpt.CheckpointWriter(folder).write(model, optimizer, VALUES)
+    saved = ckpt.load(f"{folder}/ckpt.pt")
+    if dist.get_rank() == 0:
+        assert_equal(saved["optimizer"], expected)
+    for weights_, its_state in ((ckpt.model_state_dict(model, optimizer), state), (saved["model"], saved["optimizer"])):
         for resume in (divide, lambda model, cls, **kwargs: cls(model.parameters(), **kwargs)):
             resumed = make_list()
             resumed.load_state_dict(of_rank_0(weights_))
             its_optimizer = resume(resumed, optimizer_cls, **kwargs)
-            ckpt.restore(its_optimizer, its_state, read_chunks)
+            ckpt.restore(its_optimizer, its_state)
             update(resumed, its_optimizer, range(3, 6))
             assert largest_difference(weights(resumed), weights(oracle)) == 0
             assert_equal(of_rank_0(ckpt.consolidate(its_optimizer)), plain.state_dict())
@@ -229,7 +231,7 @@ def refused(*kinds):
         model = make_list()
         optimizer = divide(model, Keeping, kind=kind, shard_size=2)
         update(model, optimizer, range(2))
-        for save in (partial(ckpt.consolidate, optimizer), *(partial(f, model, optimizer) for f in (full_state, local_chunks))):
+        for save in (partial(ckpt.consolidate, optimizer), partial(everything, model, optimizer)):
             with pytest.raises(ckpt.CheckpointError) as error:
                 save()
             assert str(error.value).removeprefix("Keeping keeps ").startswith(message), error.value
@@ -247,7 +249,7 @@ def tensor_learning_rates():
     ]
     for optimizer in optimizers:
         update(model, optimizer, range(1))
-        state, (outline, _) = ckpt.consolidate(optimizer), local_chunks(model, optimizer)
+        state, outline = ckpt.consolidate(optimizer), snapshot(optimizer).outline
         optimizer.param_groups[0]["lr"].fill_(0.25)
         if dist.get_rank() == 0:
             assert state["param_groups"][0]["lr"] == outline["optimizer"]["param_groups"][0]["lr"] == 0.5
@@ -287,7 +289,7 @@ def strides_of(state_dict):
     return {index: [value.stride() for value in state.values()] for index, state in state_dict["state"].items()}
 
 
-def any_strides(optimizer_cls):
+def any_strides(optimizer_cls, folder):
     """Zero-size, frozen, channels_last and transposed parameters; Adagrad also has state of frozen ones."""
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
@@ -315,6 +317,7 @@ def any_strides(optimizer_cls):
         assert_equal(whole, expected)
         assert_equal(saved, dict(plain.state_dict()))
     state, expected = of_rank_0(whole), strides_of(reference.state_dict())
+    strides_of_model = {name: held.stride() for name, held in of_rank_0(saved).items()}
     partly_frozen = copy.deepcopy(module)
     partly_frozen[0].requires_grad_(False)  # whose state stays
     again = ShardedOptimizer(partly_frozen.parameters(), optimizer_cls, bucket_mb=0.0005, lr=0.01)
@@ -324,14 +327,19 @@ def any_strides(optimizer_cls):
         assert_equal(restored["state"], whole["state"])
     ckpt.restore(reference, state)
     assert strides_of(reference.state_dict()) == expected
-    with pytest.raises(ValueError, match="shards hold contiguous parameters, consolidated files hold any"):
-        local_chunks(module, optimizer)
+    ckpt.CheckpointWriter(folder).write(module, optimizer, VALUES)
+    read = ckpt.load(f"{folder}/ckpt.pt")
+    assert {name: held.stride() for name, held in read["model"].items()} == strides_of_model
+    ckpt.restore(again, read["optimizer"])
+    restored = ckpt.consolidate(again)
+    if dist.get_rank() == 0:
+        assert_equal(restored["state"], whole["state"])
 
 
 def test_state_of_every_class_and_kind_goes_there_and_back(tmp_path):
     classes = [partial(steps_there_and_back, *each) for each in ELEMENTWISE.items()]
     kinds = [{"kind": "nested"}, {"kind": "mu"}, {"amsgrad": True}]
-    strides = [partial(any_strides, cls) for cls in (torch.optim.AdamW, torch.optim.Adagrad)]
+    strides = [partial(any_strides, cls, str(tmp_path)) for cls in (torch.optim.AdamW, torch.optim.Adagrad)]
     run_in_turn(2, *classes, *strides, *(partial(there_and_back, kwargs, f"{tmp_path}/{kwargs}") for kwargs in kinds))
     [[_, *owned]] = run_in_turn(3, on_a_subgroup)
     assert all(owned)

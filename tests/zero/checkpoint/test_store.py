@@ -1,14 +1,13 @@
-"""zero/checkpoint/store.py: what a folder keeps, finds, loads and converts; files.py: a file is whole or not there."""
+"""zero/checkpoint/store.py: what a folder keeps, finds and loads; files.py: a file is whole or not there."""
 
 import os
 import random
 import re
-import shutil
 from unittest import mock
 
 import pytest
 import torch
-from contents import CHECKPOINT, VALUES, Hostile, damaged, iterations, numbered, save_alone
+from contents import CHECKPOINT, VALUES, Hostile, damaged, numbered, save_alone
 from toy import assert_equal, make_toy
 
 from zero import checkpoint as ckpt
@@ -23,7 +22,7 @@ def test_the_file_before_is_kept_and_so_are_the_last_few(tmp_path, monkeypatch, 
         monkeypatch.setattr(os, "link", mock.Mock(side_effect=no_links))
     (tmp_path / "ckpt_3_best.pt").write_bytes(b"of the user")
     for iteration in (1, 2, 30, 4):
-        report = commit(numbered(iteration), None, str(tmp_path), keep=2)
+        report = commit(numbered(iteration), str(tmp_path), keep=2)
         assert (report.iter_num, report.nbytes) == (iteration, os.path.getsize(tmp_path / "ckpt.pt"))
     files = ["ckpt.pt", "ckpt_00000002.pt", "ckpt_00000004.pt", "ckpt_00000030.pt", "ckpt_3_best.pt", "ckpt_prev.pt"]
     assert sorted(os.listdir(tmp_path)) == files
@@ -35,25 +34,25 @@ def test_the_file_before_is_kept_and_so_are_the_last_few(tmp_path, monkeypatch, 
 def test_the_last_few_are_those_of_the_largest_iterations(tmp_path):
     """The times of the files do not count. Files of later iterations than the newest are of a run that went back, and stay."""
     for iteration in (10, 20, 30, 40):
-        commit(numbered(iteration), None, str(tmp_path), keep=9)
+        commit(numbered(iteration), str(tmp_path), keep=9)
     for age, iteration in enumerate((40, 10, 30, 20)):
         os.utime(tmp_path / f"ckpt_{iteration:08d}.pt", (2e9 - age, 2e9 - age))
 
     def kept():
         return [int(name[5:-3]) for name in sorted(os.listdir(tmp_path)) if re.fullmatch(r"ckpt_\d+\.pt", name)]
 
-    commit(numbered(25), None, str(tmp_path), keep=2)
+    commit(numbered(25), str(tmp_path), keep=2)
     assert kept() == [20, 25, 30, 40]
-    commit(numbered(35), None, str(tmp_path), keep=1)
+    commit(numbered(35), str(tmp_path), keep=1)
     assert kept() == [35, 40]
-    commit(numbered(100_000_000), None, str(tmp_path), keep=2)
+    commit(numbered(100_000_000), str(tmp_path), keep=2)
     assert sorted(kept()) == [40, 100_000_000]
 
 
 def test_what_overwrites_the_newest_file_in_place_leaves_the_kept_ones(tmp_path):
     """A user does that with `cp` to go back to one of them, and nanoGPT when it resumes there."""
     for iteration in (1, 2, 3):
-        commit(numbered(iteration), None, str(tmp_path), keep=2)
+        commit(numbered(iteration), str(tmp_path), keep=2)
     (tmp_path / "ckpt.pt").write_bytes((tmp_path / "ckpt_00000002.pt").read_bytes())
     (tmp_path / "ckpt_prev.pt").write_bytes(b"")
     assert [ckpt.load(tmp_path / f"{name}.pt")["iter_num"] for name in ("ckpt", "ckpt_00000002", "ckpt_00000003")] == [2, 2, 3]
@@ -62,7 +61,7 @@ def test_what_overwrites_the_newest_file_in_place_leaves_the_kept_ones(tmp_path)
 def test_a_missing_file_is_mentioned(tmp_path):
     with pytest.raises(ckpt.CheckpointError, match=r"there is no checkpoint .*ckpt\.pt$"):
         ckpt.find(str(tmp_path))
-    commit(numbered(1), None, str(tmp_path))
+    commit(numbered(1), str(tmp_path))
     os.rename(tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt")
     path, warning = ckpt.find(str(tmp_path))
     assert path == str(tmp_path / "ckpt_prev.pt")
@@ -96,8 +95,8 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
     folder, alone = tmp_path / "run", tmp_path / "alone"
     folder.mkdir()
     alone.mkdir()
-    commit(numbered(1), None, str(folder))
-    commit(numbered(2), None, str(folder))
+    commit(numbered(1), str(folder))
+    commit(numbered(2), str(folder))
     whole = (folder / "ckpt.pt").read_bytes()
     count = unharmed = 0
     for name, contents in damages(whole, tmp_path):
@@ -123,34 +122,10 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
     assert not os.path.exists("hostile-code-ran")
 
 
-def test_only_what_a_file_refers_to_is_kept(tmp_path):
-    save_alone(tmp_path, 1, 2, 3, 4, keep=3)
-    assert iterations(tmp_path) == [2, 3, 4]
-    shutil.copy(tmp_path / "ckpt.pt", tmp_path / "best.pt")
-    save_alone(tmp_path, 5, 6)
-    assert iterations(tmp_path) == [2, 3, 4, 5, 6], "without `keep` what is kept by iteration stays"
-    (tmp_path / "exported.pt").write_bytes(b"of somebody else")
-    save_alone(tmp_path, 7, keep=1)
-    assert iterations(tmp_path) == [4, 6, 7], "the copy needs the fourth"
-    os.rename(tmp_path / "ckpt.pt", tmp_path / "moved.pth")
-    save_alone(tmp_path, 9, 10)
-    assert iterations(tmp_path) == [4, 7, 9, 10], "what was moved out of the way is not this run's any more"
-
-
-def test_shards_of_a_kept_file_that_is_replaced_are_removed(tmp_path):
-    """A run that is resumed from an earlier iteration reaches the later ones again."""
-    save_alone(tmp_path, 2, 4, 6, keep=2)
-    shutil.copy(tmp_path / "ckpt_00000004.pt", tmp_path / "ckpt.pt")
-    save_alone(tmp_path, 6, 8, keep=2)
-    referenced = {ckpt.load(str(path))["shards"]["folder"] for path in tmp_path.glob("*.pt")}
-    assert {path.name for path in tmp_path.glob("shards_*")} == referenced
-    assert sorted(path.name for path in tmp_path.glob("ckpt_0*.pt")) == ["ckpt_00000006.pt", "ckpt_00000008.pt"]
-
-
 def test_what_went_wrong_afterwards_is_told_but_the_checkpoint_is_written(tmp_path, monkeypatch):
-    save_alone(tmp_path, 1, 2)
-    monkeypatch.setattr(shutil, "rmtree", mock.Mock(side_effect=PermissionError("it cannot be removed")))
-    writer = ckpt.CheckpointWriter(str(tmp_path), format="sharded")
+    save_alone(tmp_path, 1, 2, keep=2)
+    monkeypatch.setattr(os, "remove", mock.Mock(side_effect=PermissionError("it cannot be removed")))
+    writer = ckpt.CheckpointWriter(str(tmp_path), keep=1)
     model = make_toy()
     writer.write(model, torch.optim.AdamW(model.param_groups()), {**VALUES, "iter_num": 3})
     [outcome] = writer.outcomes()

@@ -175,7 +175,7 @@ def predicted_totals(setup: Setup, mode: Mode, world_size: int) -> dict[str, int
     held = forecast.prediction
     numel = sum(spec.numel * spec.dtype.itemsize for spec in held.plan.params)
     return {
-        "after init": numel if held.on_cpu else 0,
+        "after init": numel if forecast.on_cpu else 0,
         "wrapping": held.construction,
         **{point: sum(held.at(point).values()) for point in get_args(Point)},
         "saving": forecast.saving_peak,

@@ -107,8 +107,8 @@ def prices(planner: Planner, world_size: int, choice: Choice) -> dict[str, str]:
         price = "the forward of the blocks a second time, up to a third more computation"
         found[f"--activation_checkpointing={choice.activation_checkpointing}"] = price
     if after.shard_gradients and not before.shard_gradients:
-        prediction = planner.prediction(choice, world_size)
-        sent, once = (sum(each.sent().values()) for each in (prediction, replace(prediction, shard_gradients=False)))
+        without = replace(choice, flags=replace(after, shard_gradients=False))
+        sent, once = (sum(planner.prediction(each, world_size).sent.values()) for each in (choice, without))
         found["--shard_gradients=True"] = f"{sent / once:.1f} times the bytes to send, with these micro-steps"
     if after.param_dtype != before.param_dtype:
         same = weight_dtype(after.param_dtype) == weight_dtype(before.param_dtype)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from distributed.machine import CARDS, CUDA_GB, NCCL_ALL_TO_ALL_GB, NCCL_GB, card, resolve_dtype
-from forecast.fully_sharded import FullyShardedPrediction
 from forecast.modes import LOSS_CHUNK, MODES, batch_in_words, divided_batch, muon_of
-from forecast.prediction import Activations, Prediction, Workload
-from forecast.run_memory import CPU_RESIDENT, Forecast, gpt_specs, of_fullest_rank, planned_optimizer, predicted_activations
+from forecast.prediction import Activations, Prediction, Workload, fully_sharded
+from forecast.run_memory import CPU_RESIDENT, Forecast, gpt_specs, planned_optimizer, predicted, predicted_activations
 from forecast.step_time import Network
 from model import GPT, GPTConfig, without_weights
 from zero.codecs import SMALLEST
@@ -51,8 +50,8 @@ class Planner:
         self.settings, self.config = settings, config
         muon = muon_of(settings)
         self.specs = gpt_specs(config, muon)  # of what is trained
-        # `plain`: the name without sharding
-        self.has_adamw, self.plain = muon is None, f"plain {planned_optimizer(muon)[0].__name__}"
+        self.optimizer = planned_optimizer(muon)
+        self.has_adamw, self.plain = muon is None, f"plain {self.optimizer[0].__name__}"  # the name without sharding
         self.device_type = "cuda" if settings["device"] == "auto" else settings["device"].partition(":")[0]
         if self.device_type not in ("cpu", "cuda", "mps"):
             raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
@@ -80,8 +79,6 @@ class Planner:
         for key in ("gpu_hour_price", "explain_step"):
             if settings[key] and not self.flops:
                 raise ValueError(f"{key} needs the speed of the GPUs, which is known for bfloat16 and float16 on cuda only")
-        # modes with equal plans share it: a plan of 1024 ranks takes a tenth of a second
-        self._plan = cache(lambda flags, world_size: flags.plan(self.specs, world_size))
         self._prediction = cache(self._predict)
 
     def memory(self, world_size: int) -> int:
@@ -169,7 +166,7 @@ class Planner:
         """Return the row of a choice, in bytes and seconds."""
         result = self.forecast(choice, world_size)
         prediction = result.prediction
-        sent, between = prediction.sent(), self.network.across_machines(prediction)
+        sent, between = prediction.sent, self.network.across_machines(prediction)
         state = prediction.plan.state_bytes
         computing, exposed = self.seconds(choice, world_size)
         parts = prediction.at("accumulating" if prediction.micro_steps > 1 else "before step")
@@ -197,26 +194,22 @@ class Planner:
 
     def forecast(self, choice: Choice, world_size: int) -> Forecast:
         """Return what a choice needs. All choices have the same number of sequences per iteration."""
-        saving = {"async_save": self.settings["async_save"]}
-        return Forecast(self.prediction(choice, world_size), self.activations(choice), **saving)
+        how = {"on_cpu": self.device_type == "cpu", "async_save": self.settings["async_save"]}
+        return Forecast(self.prediction(choice, world_size), self.activations(choice), **how)
 
     def prediction(self, choice: Choice, world_size: int) -> Prediction:
         """Return the prediction of a choice, which does not depend on its activations."""
         return self._prediction(replace(choice, activation_checkpointing=False, loss_chunk=0), world_size)
 
     def _predict(self, choice: Choice, world_size: int) -> Prediction:
-        flags = choice.flags
-        how: dict[str, Any] = {"on_cpu": self.device_type == "cpu", "world_size": world_size}
-        how["micro_steps"] = self.accumulation_steps(choice.batch_size, world_size) // world_size
+        flags, micro_steps = choice.flags, self.accumulation_steps(choice.batch_size, world_size) // world_size
         if choice.fully_shard:
-            how |= {"shard_gradients": True, "frozen": 4 * self.frozen_numel, "block_numel": self.block_numel}
-            how["root_numel"] = self.numel - self.config.n_layer * self.block_numel
-            how["itemsize"] = 4 if flags.param_dtype == "float32" else 2
-            return FullyShardedPrediction(replicated_plan(self.specs), **how)
-        plan = self._plan(replace(flags, shard_gradients=False), world_size)
-        how |= {"shard_gradients": flags.shard_gradients, "in_place": choice.in_place}
-        how["frozen"] = self.frozen_numel * (plan.param_dtype or torch.float32).itemsize
-        return of_fullest_rank(plan, distributed=world_size > 1, **how)
+            itemsize, root = 4 if flags.param_dtype == "float32" else 2, self.numel - self.config.n_layer * self.block_numel
+            sizes = self.block_numel, root, itemsize, 4 * self.frozen_numel
+            return fully_sharded(replicated_plan(self.specs), world_size, micro_steps, *sizes)
+        how: dict[str, Any] = {"on_cpu": self.device_type == "cpu", "distributed": world_size > 1, "in_place": choice.in_place}
+        how["frozen"] = self.frozen_numel * (flags.stored_dtype or torch.float32).itemsize
+        return predicted(self.specs, flags, self.optimizer, world_size=world_size, micro_steps=micro_steps, **how)
 
     def accumulation_steps(self, batch_size: int, world_size: int) -> int:
         """Return the gradient_accumulation_steps of a batch size that divides that of `batch`: a multiple of the ranks."""
@@ -246,7 +239,7 @@ class Planner:
         forward = choice.batch_size * self.config.block_size * self.flops_per_token / self.flops / 3
         backward = (3 if choice.activation_checkpointing else 2) * forward
         prediction = self.prediction(choice, world_size)
-        newton_schulz = sum(sizes.iteration_flops for sizes in prediction.matrix_rounds) * NS_STEPS / self.flops
+        newton_schulz = prediction.newton_schulz * NS_STEPS / self.flops
         exposed = self.network.exposed(prediction, forward, backward, newton_schulz) if world_size > 1 else {}
         return prediction.micro_steps * (forward + backward) + newton_schulz, exposed
 

@@ -1,7 +1,7 @@
 """What a run will need on each rank: memory at each point of a step, bytes to send. plan.py prints it, train.py checks it.
 
-`forecast.prediction` predicts the model, the optimizer and the communication from the plan that training uses. `activations`
-predicts the activations. This module joins them for a GPT and the settings of train.py.
+`forecast.dry_run` predicts the model, the optimizer and the communication, `activations` the activations. This module joins
+them for a GPT and the settings of train.py, and keeps what they have found in a file.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -18,16 +18,18 @@ from typing import Any
 import torch
 
 from distributed.machine import multiplies_in_float32
-from forecast.prediction import Activations, DataParallelPrediction, Prediction, ShardedPrediction, Workload
+from forecast.prediction import Activations, Moment, Optimizer, Prediction, Workload, replicated
 from model import GPT, GPTConfig, without_weights
 from zero.build import optimizer_of
-from zero.layout import ParameterSpec, Plan, parameter_specs
+from zero.flags import Flags
+from zero.host_comm import SimulatedGroup
+from zero.layout import ParameterSpec, parameter_specs
 from zero.stopwatch import without_hooks
 
 # Resident peak of a rank on a CPU, without Python and its libraries (0.4 GB), relative to the predicted peak: malloc keeps the
 # pages of freed tensors. Measured: 1.03 to 1.30 for 10.8M and 85M parameters on two ranks, see docs/accounting.md.
 CPU_RESIDENT = 1.3
-_CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanogpt-zero1", "activations.json")
+_CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanogpt-zero1", "forecast.json")
 
 
 @dataclass(frozen=True)
@@ -36,21 +38,22 @@ class Forecast:
 
     prediction: Prediction  # model, optimizer and communication
     activations: Activations
+    on_cpu: bool
     async_save: bool = False  # a setting of train.py
 
     @property
     def peak(self) -> int:
         """Peak bytes while training."""
-        return max(self.prediction.construction, self.prediction.peak_of_training(self.activations))
+        return max(self.prediction.frozen + self.prediction.construction, self.prediction.peak_of_training(self.activations))
 
     @property
     def saving_peak(self) -> int:
         """Peak bytes on the device of a rank while a checkpoint is saved. With `async_save`, training continues meanwhile."""
         held = self.prediction
-        piece = max(held.decoded_slice, held.arriving if held.on_cpu else 0)
+        piece = max(held.decoded_slice, held.arriving if self.on_cpu else 0)
         collecting = sum({**held.at("after step"), "buckets": 0}.values()) + piece  # kept buckets are freed
         meanwhile = max(collecting, self.peak) if self.async_save else collecting
-        return meanwhile + (self.saved_copy if held.on_cpu else 0)
+        return meanwhile + (self.saved_copy if self.on_cpu else 0)
 
     @property
     def saved_copy(self) -> int:
@@ -60,7 +63,7 @@ class Forecast:
         return held.plan.state_bytes[held.rank] + weights if self.async_save else 0
 
 
-def planned_optimizer(muon: dict[str, Any] | None) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def planned_optimizer(muon: dict[str, Any] | None) -> Optimizer:
     """Return the class that `zero.build` will use and its arguments, whose learning rate and betas do not matter here."""
     return optimizer_of(muon is not None, "meta", lr=0.0, betas=(0.9, 0.95))
 
@@ -79,54 +82,85 @@ def gpt_specs(config: GPTConfig, muon: dict[str, Any] | None = None) -> Sequence
     return with_own_state(specs, optimizer_cls(groups, **arguments))
 
 
-def of_fullest_rank(plan: Plan, distributed: bool, **how: Any) -> Prediction:
-    """Return the prediction for the rank with the most optimizer state.
+def predicted(
+    specs: Sequence[ParameterSpec],
+    flags: Flags,
+    optimizer: Optimizer,
+    *,
+    rank: int | None = None,
+    world_size: int = 1,
+    micro_steps: int = 1,
+    on_cpu: bool = False,
+    distributed: bool = True,
+    in_place: bool = False,
+    frozen: int = 0,
+) -> Prediction:
+    """Return the prediction for a rank, by default the one with the most optimizer state.
 
     Args:
-        plan: see `Flags.plan`.
+        specs: of the parameters that are trained.
+        rank: of those that share the state.
+        micro_steps: per iteration on each rank.
         distributed: the ranks are torchrun's, so that the model is wrapped for data parallelism.
-        **how: see `Prediction`.
+        in_place: gradients accumulate in the buckets of DistributedDataParallel: with `zero_grad(set_to_none=False)`.
+        frozen: bytes of the other weights of the model.
     """
-    state, kind = plan.state_bytes, DataParallelPrediction if distributed else Prediction
-    if plan.buffers:
-        kind = ShardedPrediction
-    return kind(plan, state.index(max(state)), **how)
+    plan = flags.plan(specs, world_size)
+    rank = plan.state_bytes.index(max(plan.state_bytes)) if rank is None else rank
+    if not plan.buffers:
+        return replicated(plan, rank, world_size, micro_steps, distributed, in_place, frozen)
 
+    def run() -> dict[str, Any]:
+        from forecast.dry_run import dry_run  # only here: see `_kept`
 
-def forecast(plan: Plan, activations: Activations, distributed: bool, **how: Any) -> Forecast:
-    """Predict what the rank with the most optimizer state will need, see `of_fullest_rank`."""
-    return Forecast(of_fullest_rank(plan, distributed, **how), activations)
+        return dry_run(specs, flags, optimizer, SimulatedGroup(rank, world_size), min(micro_steps, 3), on_cpu)
+
+    run_id = repr((specs, flags, optimizer, rank, world_size, min(micro_steps, 3), on_cpu))
+    found = _kept(hashlib.sha256(run_id.encode()).hexdigest() + _version("forecast/dry_run.py", "zero/**/*.py"), run)
+    found["moments"] = [Moment(*moment) for moment in found["moments"]]
+    prediction = Prediction(plan, rank, world_size, micro_steps, flags.shard_gradients, frozen, **found)
+    prediction.sent["reduce-scatter"] *= micro_steps if flags.shard_gradients else 1
+    return prediction
 
 
 def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
-    """Return the result of `activations.predict`. It is kept in a file, because the fake tensors take a second to import."""
-    known, key = _known(), f"{workload} {param_dtype} {_version()}"
-    if key not in known:
-        from forecast import activations  # only here: see above
+    """Return the result of `activations.predict`."""
 
-        known[key] = activations.predict(workload, param_dtype)
+    def predict() -> Activations:
+        from forecast import activations  # only here: see `_kept`
+
+        return activations.predict(workload, param_dtype)
+
+    return Activations(*_kept(f"{workload} {param_dtype} {_version('forecast/activations.py', 'model.py')}", predict))
+
+
+def _kept(key: str, make: Callable[[], Any]) -> Any:
+    """Return what `make` returns, as JSON, from a file if it is there: a dry run takes a moment, fake tensors seconds."""
+    known = _known()
+    if key not in known:
+        known[key] = json.dumps(make())
         with suppress(OSError):  # a home that cannot be written to: the next prediction takes a second longer
             os.makedirs(os.path.dirname(_CACHE), exist_ok=True)
             with open(f"{_CACHE}.{os.getpid()}", "w") as file:
                 json.dump(known, file)
             os.replace(file.name, _CACHE)
-    return Activations(*known[key])
+    return json.loads(known[key])
 
 
 @cache
-def _known() -> dict[str, Any]:
+def _known() -> dict[str, str]:
     with suppress(OSError, ValueError), open(_CACHE) as file:  # if it is missing or damaged, it will be written again
         return json.load(file)
     return {}
 
 
 @cache
-def _version() -> str:
-    """Return a version string that changes with the code and the CPU that activations depend on."""
-    folder = pathlib.Path(__file__).parent
-    sources = (folder.parent / "model.py").read_bytes() + (folder / "activations.py").read_bytes()
+def _version(*sources: str) -> str:
+    """Return a version string that changes with the CPU and the code that a prediction depends on."""
+    root = pathlib.Path(__file__).parent.parent
+    code = b"".join(path.read_bytes() for pattern in sources for path in sorted(root.glob(pattern)))
     cpu = [multiplies_in_float32(transposed) for transposed in (False, True)]
-    return f"torch {torch.__version__} {hashlib.sha256(sources).hexdigest()[:16]} {cpu}"
+    return f"torch {torch.__version__} {hashlib.sha256(code).hexdigest()[:16]} {cpu}"
 
 
 def with_own_state(specs: Sequence[ParameterSpec], optimizer: torch.optim.Optimizer) -> tuple[ParameterSpec, ...]:

@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from forecast.fully_sharded import FullyShardedPrediction
-from forecast.prediction import Prediction, ShardedPrediction
+from forecast.prediction import Prediction
 from zero.collectives import KINDS
 
 
@@ -19,10 +18,10 @@ class Network(NamedTuple):
 
         Every collective counts as a ring through its ranks in order: some of them send to the next machine.
         """
-        sent, machine = prediction.sent(), self.ranks_per_machine
+        sent, machine = prediction.sent, self.ranks_per_machine
         if prediction.world_size <= machine:
             return dict.fromkeys(sent, 0.0)
-        sharded = isinstance(prediction, ShardedPrediction)
+        sharded = bool(prediction.plan.buffers)
         group = prediction.plan.world_size if sharded else prediction.world_size
         share = 1 / machine if group > machine else 0.0
         # with hybrid sharding, the replicas of a shard are `group` ranks apart
@@ -34,7 +33,7 @@ class Network(NamedTuple):
         across = self.across_machines(prediction)
         return {
             kind: ((count - across[kind]) / self.inside + across[kind] * self.ranks_per_machine / self.across) * 8 / 1e9
-            for kind, count in prediction.sent().items()
+            for kind, count in prediction.sent.items()
         }
 
     def exposed(self, prediction: Prediction, forward: float, backward: float, newton_schulz: float = 0.0) -> dict[str, float]:
@@ -56,7 +55,7 @@ class Network(NamedTuple):
         def not_hidden(seconds: float, by: float, share: float = prediction.exposed_share) -> float:
             return max(seconds * share, seconds - by)
 
-        if isinstance(prediction, FullyShardedPrediction):  # gathers in forward and in backward
+        if prediction.gathered_in_forward < 1:  # gathers in forward and in backward
             total, reduce = took["all-gather"] / micro_steps, took["reduce-scatter"] / micro_steps
             gather = total * prediction.gathered_in_forward
             in_backward = max(reduce * prediction.exposed_share, total - gather + reduce - backward)
@@ -67,7 +66,7 @@ class Network(NamedTuple):
         earlier = max(0.0, not_hidden(each, backward) - forward)  # what is left runs beside the next forward
         return {
             "reduce-scatter" if each else "all-reduce": (sending - 1) * earlier + last,
-            "all-to-all": not_hidden(took["all-to-all"], newton_schulz, 1 / max(1, len(prediction.matrix_rounds))),
+            "all-to-all": not_hidden(took["all-to-all"], newton_schulz, 1 / max(1, prediction.matrix_rounds)),
             "all-gather": not_hidden(took["all-gather"], forward),
             "broadcast": took["broadcast"],
         }

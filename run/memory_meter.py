@@ -11,11 +11,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.launch import launched
 from distributed.ranks import print0
-from forecast.prediction import Activations, Prediction
-from forecast.run_memory import Workload, forecast, predicted_activations, with_own_state
+from forecast.prediction import Activations, replicated
+from forecast.run_memory import Forecast, Workload, predicted, predicted_activations, with_own_state
 from run.logger import Logger
 from run.metrics import POINT_KEYS, Point
 from run.report import size
+from zero.codecs import codec_of, encoded_nbytes
+from zero.flags import Flags
 from zero.held_bytes import held_bytes
 from zero.host_comm import gather_objects, is_rank_0
 from zero.layout import Plan, replicated_plan
@@ -58,17 +60,18 @@ class Memory:
         self._points: dict[str, int] = dict.fromkeys(POINT_KEYS, 0)
         self._largest_peak = 0
         self.measure("after init")
-        launch, plan = launched(), _plan_of(partition(optimizer))
-        param_dtype = "bfloat16" if plan.has_masters else "float32"
-        activations = _activations(workload, param_dtype) if is_rank_0() else Activations()
+        launch, part = launched(), partition(optimizer)
+        plan, on_cpu = _plan_of(part), workload.device_type == "cpu"
+        activations = _activations(workload, "bfloat16" if plan.has_masters else "float32") if is_rank_0() else Activations()
         frozen = sum(param.nbytes for param in set(model.parameters()) - set(parameters(optimizer)))
-        how: dict[str, Any] = {"on_cpu": workload.device_type == "cpu", "shard_gradients": shard_gradients, "frozen": frozen}
-        how |= {"world_size": launch.world_size, "micro_steps": micro_steps}
-        self.forecast = forecast(plan, activations, launch.distributed, **how)
+        flags, inner = _flags_of(optimizer, shard_gradients), (type(part.inner), getattr(optimizer, "arguments", {}))
+        how: dict[str, Any] = {"world_size": launch.world_size, "micro_steps": micro_steps, "frozen": frozen}
+        how |= {"distributed": launch.distributed, "on_cpu": on_cpu}
+        self.forecast = Forecast(predicted(plan.params, flags, inner, **how), activations, on_cpu)
         self.compared = False
         self.predicted = self.forecast.prediction.at("before step")
         # bytes that one rank would hold without sharding before its step
-        self.plain = Prediction(replicated_plan(plan.params), frozen=frozen).at("before step")
+        self.plain = replicated(replicated_plan(plan.params), 0, 1, 1, distributed=False, frozen=frozen).at("before step")
 
     def measure(self, point: Point) -> None:
         """Measure what this rank holds now.
@@ -182,9 +185,29 @@ def _logged(which: str, by_purpose: dict[str, int]) -> dict[str, float]:
     return {f"memory/{which}_{purpose}_mb": count / 1e6 for purpose, count in by_purpose.items() if count}
 
 
+def _flags_of(optimizer: torch.optim.Optimizer, shard_gradients: bool) -> Flags:
+    """Return the flags that choose an optimizer."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return Flags(**vars(optimizer.options), shard_gradients=shard_gradients)
+    return Flags(zero1_impl="torch", use_zero1=isinstance(optimizer, ZeroRedundancyOptimizer))
+
+
 def _plan_of(part: Partition) -> Plan:
     """Return the plan, with the state that the class of the optimizer keeps."""
     return replace(part.plan, params=with_own_state(part.plan.params, part.inner))
+
+
+def _held_state(plan: Plan, rank: int) -> tuple[int, int]:
+    """Return the bytes of the optimizer state of a rank, and of its masters."""
+    codec, state, masters = codec_of(plan.state_dtype), 0, 0
+    for slice_ in plan.slices(rank):
+        spec, dtype = plan.params[slice_.number], plan.update_dtypes[slice_.number]
+        encoded = codec is not None and dtype == torch.float32 and spec.shape
+        state += spec.state_tensors * (encoded_nbytes(codec, slice_.numel) if encoded else slice_.numel * dtype.itemsize)
+    for buffer in plan.buffers:
+        itemsize = (2 if buffer.has_remainders else buffer.update_dtype.itemsize) if buffer.has_masters else 0
+        masters += itemsize * sum(len(shards[rank]) for shards in buffer.layout.shards)
+    return state, masters
 
 
 def describe(optimizer: torch.optim.Optimizer, without_effect: list[str]) -> str:
@@ -199,13 +222,13 @@ def describe(optimizer: torch.optim.Optimizer, without_effect: list[str]) -> str
     idle = f"; without effect on one rank: {', '.join(without_effect)}" if without_effect else ""
     if not isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
         return f"Using plain {optimizer_class}: {whole} of optimizer state on each rank{idle}"
-    fullest = Prediction(plan, state.index(max(state)))
-    text = f"{fullest.state / 1e6:.1f} MB of {optimizer_class} state on the fullest rank"
+    held, masters = _held_state(plan, state.index(max(state)))
+    text = f"{held / 1e6:.1f} MB of {optimizer_class} state on the fullest rank"
     if plan.state_dtype != "float32":
         text += f" (in {plan.state_dtype} between updates)"
     if plan.has_masters:
-        held = "remainders" if any(buffer.has_remainders for buffer in plan.buffers) else "float32 masters"
-        text += f", plus {fullest.master / 1e6:.1f} MB of {held} of the {plan.param_dtype} weights"
+        kind = "remainders" if any(buffer.has_remainders for buffer in plan.buffers) else "float32 masters"
+        text += f", plus {masters / 1e6:.1f} MB of {kind} of the {plan.param_dtype} weights"
     name, count = ("sharded", optimizer.comm.replicas) if isinstance(optimizer, ShardedOptimizer) else ("torch", 1)
     how = f"{type(optimizer).__name__} on one rank"
     if len(state) * count > 1:

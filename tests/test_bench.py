@@ -19,13 +19,11 @@ from benchmarks.exact import send_to_itself, start_late
 from benchmarks.memory_profile import simulated_world
 from benchmarks.results import Results
 from forecast.modes import MODES as TABLE
-from forecast.prediction import ShardedPrediction
-from forecast.run_memory import gpt_specs
+from forecast.run_memory import gpt_specs, planned_optimizer, predicted
 from model import GPTConfig
 from zero import collectives
 from zero.build import build
 from zero.flags import Flags
-from zero.layout import plan as make_plan
 
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=384", "--vocab_size=65", "--block_size=16", "--device=cpu"]
 MODES = [name for name in TABLE if name not in ("hybrid", "no_overlap")]
@@ -54,8 +52,9 @@ def test_every_mode_and_its_bytes(ranks, tmp_path):
     one_all_reduce = 2 * (ranks - 1) / ranks * parameters * 4 / 1e6
     expected = dict.fromkeys(("adamw", "sharded", "shard_gradients", "int8", "loss_chunk", "plain_muon"), 1)
     expected |= {"torch": 1.5, "simple": 1.5, "bfloat16": 0.5, "remainder": 0.5}
-    plan = make_plan(gpt_specs(GPTConfig(16, 65, n_layer=2, n_head=2, n_embd=384, bias=False), {}), ranks)
-    of_matrices = sum(ShardedPrediction(plan, rank, ranks).sent()["all-to-all"] for rank in range(ranks)) / ranks
+    specs, optimizer = gpt_specs(GPTConfig(16, 65, n_layer=2, n_head=2, n_embd=384, bias=False), {}), planned_optimizer({})
+    by_rank = [predicted(specs, Flags(), optimizer, rank=rank, world_size=ranks).sent for rank in range(ranks)]
+    of_matrices = sum(sent["all-to-all"] for sent in by_rank) / ranks
     expected["muon"] = 1 + of_matrices / 1e6 / one_all_reduce
     for mode, times in expected.items():
         # what other programs send on this interface counts as well; test_data_parallel counts exactly

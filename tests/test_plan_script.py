@@ -130,7 +130,7 @@ def test_the_rows_are_what_bench_predicts_for_the_rank_with_the_most_state(plann
             "buckets": fullest.largest_buckets,
             "activations": result.activations.saved,
             "peak": result.peak,
-            "sent": sum(fullest.sent().values()),
+            "sent": sum(fullest.sent.values()),
             "saving_on_cpu": 0,
             "state_to_mean": pytest.approx(max(state) * len(state) / sum(state)),
         }

@@ -27,7 +27,6 @@ class Codec(Protocol):
     """Encodes flat float32 tensors."""
 
     block: int  # elements that are encoded together: a tensor consists of whole blocks
-    scratch: int  # temporary bytes that `encode` needs per element of a piece
     price: str  # what it costs with AdamW, in words
 
     def empty(self, numel: int, device: torch.device) -> Parts:
@@ -50,7 +49,7 @@ class BFloat16:
     as with beta2 = 0.999, rounding to the nearest one would never change it. Stochastic rounding is right on average.
     """
 
-    block, scratch = 1, 12
+    block = 1
     price = "AdamW's moments are rounded, stochastically"
 
     def empty(self, numel: int, device: torch.device) -> Parts:
@@ -78,7 +77,7 @@ class Int8:
     number is rounded to the nearest code, so small changes are lost (docs/sharding.md has figures).
     """
 
-    block, scratch = BLOCK, 12
+    block = BLOCK
     price = "AdamW's moments are rounded; on a CPU an update takes 5 to 10 times as long"
 
     def empty(self, numel: int, device: torch.device) -> Parts:

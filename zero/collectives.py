@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero.host_comm import TAG, timeout_of
+from zero.host_comm import TAG, SimulatedGroup, timeout_of
 from zero.options import Options
 from zero.stopwatch import Stopwatch, mark
 from zero.tensors import pieces
@@ -28,16 +28,6 @@ GRADIENTS, PARAMETERS, MATRICES = TAG + 1, TAG + 2, TAG + 3  # so that no parame
 def is_on_cpu(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is sent as between CPUs. Tests replace this function, so that gloo sends as between GPUs."""
     return tensor.device.type == "cpu"
-
-
-def received_numels(own: int, ranks: int, on_cpu: bool, native: bool) -> list[int]:
-    """Return the elements of each tensor that a reduce-scatter receives into, for a shard of `own` elements.
-
-    Between CPUs, there is one for each other rank. Between GPUs, one holds the sum (`native`: of the backend) or all parts.
-    """
-    if on_cpu:
-        return [own] * (ranks - 1)
-    return [own] if native else [ranks * own]
 
 
 @cache  # each group has threads on a CPU, and memory on a GPU: all optimizers of the same ranks share one
@@ -110,16 +100,17 @@ class Communicator:
     (`num_distributed_optimizer_instances`). `group`: all ranks that train. `options` say how many of them a shard group has.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, options: Options = Options()) -> None:
-        distributed = dist.is_initialized()
+    def __init__(self, group: Any, options: Options = Options()) -> None:
+        self.is_simulated = isinstance(group, SimulatedGroup)
+        distributed = dist.is_initialized() and not self.is_simulated
         self.group, self.options = group, options
-        self.world_size = dist.get_world_size(group) if distributed else 1
-        self.rank = dist.get_rank(group) if distributed else 0
+        alone = group if isinstance(group, SimulatedGroup) else (0, 1)
+        self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if distributed else alone
         self.shard_size = options.sharing(self.world_size)
         self.replicas = self.world_size // self.shard_size
         self.replica, self.shard_rank = divmod(self.rank, self.shard_size)
         self.shard_group, self.replica_group = group, None
-        if self.replicas > 1:
+        if self.replicas > 1 and not self.is_simulated:
             first = self.replica * self.shard_size
             whole = group or dist.group.WORLD
             self.shard_group = _subgroup(whole, range(first, first + self.shard_size))
@@ -145,18 +136,17 @@ class Communicator:
         self.sent_bytes["reduce-scatter"] += bucket.nbytes - bucket.nbytes // self.shard_size
         if self.is_alone:
             return ReduceScatterWork(bucket, [bucket], [], [])
-        on_cpu = is_on_cpu(bucket)
         native = self._is_native(bucket) and bucket.dtype in SUMMED_BY_NCCL
-        numels = received_numels(bucket.numel() // self.shard_size, self.shard_size, on_cpu, native)
-        received = [self.pool.acquire(numel, bucket) for numel in numels]
-        if on_cpu:  # gloo sends only from main memory
+        own = bucket.numel() // self.shard_size
+        if is_on_cpu(bucket):  # gloo sends only from main memory
+            received = [self.pool.acquire(own, bucket) for _ in range(self.shard_size - 1)]
             parts, sources = bucket.chunk(self.shard_size), [source for source, _ in self._peers()]
             works = self._exchange(parts, dict(zip(sources, received, strict=True)), GRADIENTS)
             return ReduceScatterWork(bucket, [parts[self.shard_rank], *received], received, works)
-        (place,) = received
+        place = bucket.new_empty(own if native else bucket.numel())  # for the sum, or for all parts
         start: Any = _reduce_scatter_single if native else dist.all_to_all_single
-        work = start(place, bucket, group=self.shard_group, async_op=True)
-        return ReduceScatterWork(bucket, [place if native else place.view(self.shard_size, -1)], received, [work])
+        works = self._start(start, place, bucket, group=self.shard_group)
+        return ReduceScatterWork(bucket, [place if native else place.view(self.shard_size, -1)], [place], works)
 
     def sum_of(self, reduction: ReduceScatterWork, shard: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Wait for a reduce-scatter and return its sum over the shard group, added to `shard` if there is one.
@@ -195,7 +185,7 @@ class Communicator:
         own = bucket[self.shard_rank * numel : (self.shard_rank + 1) * numel]
         self.sent_bytes["all-gather"] += (self.shard_size - 1) * own.nbytes
         if not self.is_alone and self._is_native(bucket):
-            return [_all_gather_single(bucket, own, group=self.shard_group, async_op=True)]
+            return self._start(_all_gather_single, bucket, own, group=self.shard_group)
         shards = bucket.chunk(self.shard_size)
         if is_on_cpu(bucket) or self.is_alone:
             return self._exchange([own] * self.shard_size, dict(enumerate(shards)), PARAMETERS)
@@ -214,19 +204,19 @@ class Communicator:
         if is_on_cpu(outgoing) or self.is_alone:
             places[self.shard_rank].copy_(parts[self.shard_rank])
             return AllToAllWork(outgoing, incoming, self._exchange(parts, dict(enumerate(places)), MATRICES))
-        work: Any = dist.all_to_all_single(incoming, outgoing, received, sent, group=self.shard_group, async_op=True)
-        return AllToAllWork(outgoing, incoming, [work])
+        works = self._start(dist.all_to_all_single, incoming, outgoing, received, sent, group=self.shard_group)
+        return AllToAllWork(outgoing, incoming, works)
 
     def all_reduce_shard(self, shard: torch.Tensor) -> list[dist.Work]:
         """Start an in-place all-reduce of a shard over its replicas. All of them get the same bits."""
         if self.replicas == 1 or not shard.numel():
             return []
         self.sent_bytes["all-reduce"] += 2 * shard.nbytes * (self.replicas - 1) // self.replicas
-        return [dist.all_reduce(shard, group=self.replica_group, async_op=True)]
+        return self._start(dist.all_reduce, shard, group=self.replica_group)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[dist.Work]:
         """Start an in-place all-reduce over all ranks."""
-        return [] if self.world_size == 1 else [dist.all_reduce(tensor, op=op, group=self.group, async_op=True)]
+        return [] if self.world_size == 1 else self._start(dist.all_reduce, tensor, op=op, group=self.group)
 
     def broadcast_parts(self, values: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Broadcast flat values of rank 0 in parts. Yield (first element, part), a view of `place` if the dtypes agree."""
@@ -235,7 +225,7 @@ class Communicator:
             if part.dtype != values.dtype:
                 part = torch.empty_like(part, dtype=values.dtype)
             part.copy_(values[first : first + PART])
-            if self.world_size > 1:
+            if self.world_size > 1 and not self.is_simulated:
                 dist.broadcast(part, group_src=0, group=self.group)
             yield first, part
 
@@ -247,10 +237,13 @@ class Communicator:
                 works.pop(0).wait()  # with NCCL, the current stream of the device waits, not this thread
         self.waits.add(kind, begin, mark(device))
 
+    def _start(self, collective: Any, *args: Any, **how: Any) -> list[dist.Work]:
+        return [] if self.is_simulated else [collective(*args, async_op=True, **how)]
+
     def _exchange(self, parts: Sequence[torch.Tensor], places: dict[int, torch.Tensor], tag: int) -> list[dist.Work]:
         """Start to send a part to each other rank, `parts[rank]`, and to receive one from it, in `places[rank]`."""
         works: list[Any] = []
-        for source, target in self._peers():
+        for source, target in () if self.is_simulated else self._peers():
             if parts[target].numel():  # with gloo, a receive before the send takes longer, 2 % of a step of 10M parameters
                 works.append(dist.isend(parts[target], group_dst=target, group=self.shard_group, tag=tag))
             if places[source].numel():

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,21 @@ import torch.distributed as dist
 TAG = 0x2E60  # of messages between two ranks, so that a receive in user code never takes one
 MESSAGE_BYTES = 25_000_000  # largest message; longer tensors are sent in several
 LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
+
+
+class SimulatedGroup(NamedTuple):
+    """In place of a process group: a rank of many, of which the others do not exist. Nothing is sent or received.
+
+    Its model may be on the meta device. So a dry run shows what an optimizer and its wrapper allocate, see `forecast.dry_run`.
+    """
+
+    rank: int
+    size: int
+
+
+def _is_alone(group: Any) -> bool:
+    """Return whether there is no other rank to talk to."""
+    return isinstance(group, SimulatedGroup) or not dist.is_initialized() or dist.get_world_size(group) == 1
 
 
 def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -35,7 +50,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 def meet(group: dist.ProcessGroup | None) -> None:
     """Wait for all ranks of the group. Raise RuntimeError after its timeout, at most 10 minutes; rank 0 names the missing."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+    if _is_alone(group) or dist.get_backend(group) == "fake":
         return
     timeout = min(timeout_of(group) or LONG_TIMEOUT, timedelta(minutes=10))
     try:
@@ -55,7 +70,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
     It does not wait for a GPU.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if _is_alone(group):
         return [value]
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=cpu_group(group))
@@ -69,7 +84,7 @@ def on_any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Return the value of rank 0. Call it on all ranks; without torch.distributed, there is one."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":  # where no rank sends
+    if _is_alone(group) or dist.get_backend(group) == "fake":  # where no rank sends
         return value
     values = [value]
     dist.broadcast_object_list(values, group_src=0, group=cpu_group(group))

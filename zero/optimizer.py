@@ -15,7 +15,7 @@ from zero.checks import KNOWN, check_addition, check_class, check_in_place
 from zero.codecs import codec_of
 from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms
-from zero.host_comm import meet, on_all_ranks, on_any_rank
+from zero.host_comm import SimulatedGroup, meet, on_all_ranks, on_any_rank
 from zero.interface import CallersState, DividedState
 from zero.masters import store_rounded
 from zero.options import Options
@@ -45,7 +45,8 @@ class ShardedOptimizer(DividedState):
         params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
         optimizer_cls, optimizer_class: class of the inner optimizer; give one. A class from neither torch.optim nor `zero`
             steps once for all buckets. Its `train` and `eval`, if any, exist here too; call them on all ranks.
-        process_group: the ranks that train the model. Default: all ranks, or this process without torch.distributed.
+        process_group: the ranks that train the model. Default: all ranks, or this process without torch.distributed. A
+            SimulatedGroup is for a dry run.
         registration_order: `model.parameters()`, if `params` have another order. Buckets reverse it, as backward does.
         elementwise: True for another class than torch.optim's, to promise that its update of an element depends only on that
             element, its gradient, its state, the hyperparameters of its group and the number of steps.
@@ -63,7 +64,7 @@ class ShardedOptimizer(DividedState):
         self,
         params: Iterable[Any],
         optimizer_cls: type[torch.optim.Optimizer] | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | SimulatedGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,

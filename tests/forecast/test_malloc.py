@@ -23,7 +23,7 @@ from benchmarks.contenders import ADAMW, Setup
 from benchmarks.memory_profile import MemoryProfile, predicted_totals
 from distributed.machine import autocast
 from forecast.modes import MODES
-from forecast.run_memory import forecast, gpt_specs
+from forecast.run_memory import gpt_specs, planned_optimizer, predicted
 from model import GPT, GPT2_SIZES, GPTConfig
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
@@ -159,10 +159,9 @@ def test_every_point_of_a_step(malloc_counter, tmp_path, world_size, groups):
 
 
 def test_one_process(malloc_counter, tmp_path):
-    plan = MODES["adamw"].flags.plan(gpt_specs(WIDE), 1)
+    prediction = predicted(gpt_specs(WIDE), MODES["adamw"].flags, planned_optimizer(None), distributed=False, on_cpu=True)
     for dtype, found in counted(malloc_counter, tmp_path, 0, "float32", "bfloat16").items():
         activations = replace(SETUP, dtype=dtype, batch_size=1).forecast(MODES["adamw"], 1, 1).activations
-        prediction = forecast(plan, activations, distributed=False, on_cpu=True).prediction
         assert prediction.peak_of_training(activations) == pytest.approx(found, rel=0.02), dtype
 
 

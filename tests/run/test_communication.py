@@ -10,9 +10,10 @@ import torch.distributed as dist
 from ranks import run_in_turn
 from toy import MODES, batch, build_toy, train
 
-from forecast.prediction import ShardedPrediction
+from forecast.run_memory import planned_optimizer, predicted
 from run.communication import CommunicationMeter
 from zero.collectives import KINDS
+from zero.flags import Flags
 from zero.host_comm import gather_objects
 from zero.sharded_state import partition
 
@@ -71,15 +72,16 @@ def three_steps_of_muon():
     meter = CommunicationMeter(model, optimizer)
     train(model, optimizer, dist.get_rank(), steps=3)
     part = partition(optimizer)
-    predicted = ShardedPrediction(part.plan, part.rank, dist.get_world_size()).sent()
-    return nonzero(meter.sent_bytes()), {kind: 3 * count for kind, count in predicted.items()}, meter.waited_ms()
+    world_size, flags = dist.get_world_size(), Flags(bucket_mb=optimizer.options.bucket_mb)
+    sent = predicted(part.plan.params, flags, planned_optimizer({}), rank=part.rank, world_size=world_size).sent
+    return nonzero(meter.sent_bytes()), {kind: 3 * count for kind, count in sent.items()}, meter.waited_ms()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_muon_sends_matrices(world_size):
     """On the wire is what the plan says."""
-    for sent, predicted, waited in run_in_turn(world_size, three_steps_of_muon)[0]:
-        assert sent == predicted
+    for sent, expected, waited in run_in_turn(world_size, three_steps_of_muon)[0]:
+        assert sent == expected
         assert sent["all-to-all"] > 0
         assert waited["all-to-all"] > 0
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.optim import _muon
 from toy import assert_equal, batch, largest_difference, train, weights
 
-from forecast.prediction import ShardedPrediction
-from forecast.run_memory import gpt_specs
+from forecast.run_memory import gpt_specs, planned_optimizer, predicted
 from model import GPT, GPT2_SIZES, GPTConfig
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
+from zero.flags import Flags
 from zero.layout import plan as make_plan
 from zero.muon.matrices import iteration_flops, matrix_plan
 from zero.muon.muon import COEFFICIENTS, orthogonalized
@@ -151,10 +151,11 @@ def test_bytes_and_balance_of_gpt2(name, world_size, balance):
     assert max(load) * world_size / sum(load) <= balance
     state = 4 * numel + 8 * (sum(spec.numel for spec in plan.params) - numel)
     for rank in {0, world_size // 2, world_size - 1}:
-        prediction = ShardedPrediction(plan, rank, world_size)
-        assert prediction.sent()["all-to-all"] == sent[rank]
-        assert sum(sizes.iteration_flops for sizes in prediction.matrix_rounds) == load[rank]
-        assert prediction.state == pytest.approx(state / world_size, rel=0.1 if world_size <= 8 else 1)
+        prediction = predicted(plan.params, Flags(), planned_optimizer({}), rank=rank, world_size=world_size)
+        assert prediction.sent["all-to-all"] == sent[rank]
+        assert prediction.newton_schulz == load[rank]
+        held = prediction.at("after step")["state"]
+        assert held == pytest.approx(state / world_size, rel=0.1 if world_size <= 8 else 1)
     assert sum(plan.state_bytes) == state
 
 

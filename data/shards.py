@@ -8,7 +8,6 @@ import codecs
 import functools
 import glob
 import itertools
-import math
 import os
 import re
 import resource
@@ -27,8 +26,6 @@ _DTYPES: dict[int, np.dtype] = {1: np.dtype(np.uint16), 7: np.dtype(np.uint32)} 
 _OTHER_KINDS = b"\x93NUMPY", b"PK\3\4", b"PAR1", b"ARROW1", b"\x89HDF"  # beginnings of files of other programs
 _SAMPLE = 2**13  # words of 4 bytes at the beginning and in the middle of a file that are read to know its format
 _OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # of all splits; more are closed again
-_LARGEST_QUOTIENT = 5  # is even enough; Zaremba's conjecture: every number of windows has such strides
-_DRAWS = 1000  # of strides; the first one that is even enough is taken, or else the most even one
 
 
 class _File(NamedTuple):
@@ -55,7 +52,6 @@ class Shards:
 
     def __init__(self, paths: list[str], vocab_size: int | None) -> None:
         self.files = [_inspect(path, vocab_size) for path in paths]
-        self.sharded = os.path.basename(paths[0]) not in [f"{split}.bin" for split in SPLITS]
         self._ends = list(itertools.accumulate(file.tokens for file in self.files))
 
     def __len__(self) -> int:
@@ -89,53 +85,6 @@ def paths_of(directory: str, split: str) -> list[str]:
     if both := [name for name in of_train if name in of_val]:
         raise DataError(f"{os.path.join(directory, both[0])} has both train and val in its name; rename the file")
     return [os.path.join(directory, name) for name in (of_train if split == "train" else of_val)]
-
-
-def shuffled_windows(length: int, block_size: int, key: tuple[int, ...], first: int, count: int) -> np.ndarray:
-    """Return the starts of sequences `first`, ..., `first + count - 1` of epochs without end, (count,) int64.
-
-    An epoch cuts the tokens into windows of `block_size`, from a random position up to (length - 1) % block_size, and takes
-    each window once. So each token is trained once per epoch; at the two ends fewer than `block_size` are left out. The order
-    is a lattice, no random shuffle: window number (begin + i * stride) modulo the number of windows is the i-th one, with a
-    random begin and stride in each epoch. This needs no memory, and a run resumes anywhere. A stride spreads its multiples
-    evenly: each batch takes as many sequences of every file, and no two that lie close together (as in quasi-Monte Carlo).
-
-    Args:
-        length: tokens.
-        block_size: tokens per sequence, without the last target.
-        key: what the order depends on besides the epoch.
-        first, count: numbers of the sequences.
-    """
-    windows, rest = divmod(length - 1, block_size)
-    starts: list[int] = []
-    while len(starts) < count:
-        epoch, place = divmod(first + len(starts), windows)
-        phase, begin, stride = _order((*key, epoch), windows, rest)
-        places = range(place, min(windows, place + count - len(starts)))
-        starts += [phase + (begin + i * stride) % windows * block_size for i in places]
-    return np.array(starts, dtype=np.int64)
-
-
-@functools.lru_cache(maxsize=4)
-def _order(key: tuple[int, ...], windows: int, rest: int) -> tuple[int, int, int]:
-    """Return phase, begin and stride of an epoch, see `shuffled_windows`."""
-    generator = np.random.default_rng(key)
-    phase, begin = (int(generator.integers(end)) for end in (rest + 1, windows))
-    strides = generator.integers(windows, size=_DRAWS).tolist()
-    return phase, begin, min(strides, key=lambda stride: max(_LARGEST_QUOTIENT, _largest_quotient(stride, windows)))
-
-
-def _largest_quotient(stride: int, windows: int) -> float:
-    """Return the largest quotient of Euclid's algorithm, infinity if the two numbers have a common divisor.
-
-    If not, the multiples of `stride` modulo `windows` are all numbers. The smaller the quotients, the more evenly the first
-    multiples spread (Niederreiter, Random Number Generation and Quasi-Monte Carlo Methods, section 3.1).
-    """
-    largest = 0
-    while stride:
-        largest = max(largest, windows // stride)
-        windows, stride = stride, windows % stride
-    return largest if windows == 1 else math.inf
 
 
 def _inspect(path: str, vocab_size: int | None) -> _File:

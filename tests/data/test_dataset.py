@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -29,15 +30,50 @@ def test_offsets_depend_on_their_arguments_alone(tmp_path):
     assert not np.array_equal(stream, data.offsets("val", (1337, 0), 0, 500))
 
 
-@pytest.mark.parametrize("first", [0, 10**6, 10**12])
-def test_offsets_cover_the_split_evenly(tmp_path, first):
-    data = Dataset(write(tmp_path / "d", range(10_008)), block_size=8)
-    offsets = data.offsets("train", (1337, 0), first, 5000)
-    assert offsets.dtype == np.int64
-    assert offsets.min() >= 0
-    assert offsets.max() < 10_000
-    counts, _ = np.histogram(offsets, bins=100, range=(0, 10_000))
-    assert abs(counts - 50).max() <= 4  # independent draws: a standard deviation of 7
+def test_an_epoch_has_each_token_once_in_another_order_on_any_number_of_ranks(tmp_path):
+    tokens = np.random.default_rng(0).permutation(60_012)  # three more than whole windows and the last target
+    data = Dataset(write(tmp_path / "d", tokens), block_size=8)
+    windows, count, batch_size = 60_011 // 8 - 1, 12, 5
+    orders = []
+    for _ in range(3):
+        epoch = data.micro_batches(7, windows * len(orders), batch_size, count)
+        orders.append(np.concatenate([next(epoch) for _ in range(windows // batch_size)]))
+        x, y = data.batch("train", orders[-1])
+        assert np.array_equal(x[:, 1:], y[:, :-1])
+        seen = np.bincount(x.ravel(), minlength=len(tokens))
+        assert (seen == 1).sum() == windows * 8 > len(tokens) - 2 * 8, "all but less than two windows"
+        assert seen.max() == 1
+    for world_size in (1, 2, 3, 4):
+        ranks = [data.micro_batches(7, 0, batch_size, count, rank, world_size) for rank in range(world_size)]
+        shared = [next(ranks[step % world_size]) for step in range(3 * windows // batch_size)]
+        assert np.array_equal(np.concatenate(shared), np.concatenate(orders))
+    assert all(abs(np.corrcoef(a // 8, b // 8)[0, 1]) < 0.05 for a, b in pairwise(orders))
+    resumed = data.micro_batches(7, windows + 60 * 3, batch_size, count, rank=1, world_size=2)
+    assert np.array_equal(next(resumed), orders[1][60 * 3 + batch_size : 60 * 3 + 2 * batch_size])
+
+
+@pytest.mark.parametrize("length", [9, 10, 16, 17, 24, 25, 26, 33, 100])
+def test_epochs_of_a_short_file_cut_it_at_all_positions(tmp_path, length):
+    data = Dataset(write(tmp_path / "d", range(length)), block_size=8)
+    windows = max(1, (length - 1) // 8 - 1)
+    epochs = data.offsets("train", (1337, 0), 10**12 * windows, 1000 * windows).reshape(1000, windows)
+    assert epochs.min() == 0
+    assert epochs.max() == length - 9, "the last window, with its last target"
+    assert all((np.diff(np.sort(offsets)) == 8).all() for offsets in epochs)
+    assert len(np.unique(epochs % 8)) == min(8, length - 8)
+
+
+def test_an_evaluation_does_not_make_the_order_of_training_again(tmp_path):
+    """An order of 10^10 tokens takes most of a second; four bytes per window."""
+    data = Dataset(write(tmp_path / "d", np.arange(200_000) % 1000), block_size=2)
+    dataset._epoch.cache_clear()
+    training = data.micro_batches(7, 0, 5, 12)
+    for _ in range(4):
+        next(training)
+        for split in ("train", "val"):
+            data.evaluation(split, 7, 24, 5)
+    assert dataset._epoch.cache_info().misses == 3
+    assert dataset._epoch(200_000, 2, 99_998, (7, 0, 0, 0))[1].nbytes == 4 * 99_998
 
 
 @pytest.mark.parametrize("count", [1, 24, 25])

@@ -1,4 +1,4 @@
-"""data/shards.py: many token files as one array, their formats, and the order in which epochs take them."""
+"""data/shards.py: many token files as one array, and their formats."""
 
 import os
 import pickle
@@ -16,7 +16,7 @@ from toy import assert_equal
 
 from data import common
 from data.dataset import Dataset
-from data.shards import Shards, _largest_quotient, paths_of, shuffled_windows
+from data.shards import Shards, paths_of
 from data.vocabulary import DataError
 
 BLOCK = 8
@@ -52,59 +52,6 @@ def write_shards(folder, tokens, number, formats, val=range(1000)):
         (folder / f"text_train_{i + 1:06d}.bin").write_bytes(content)
     (folder / "text_val_000000.bin").write_bytes(FORMATS[formats][0](val))
     return str(folder)
-
-
-@pytest.mark.parametrize("formats", FORMATS)
-def test_200_shards_give_each_token_once_per_epoch_in_another_order(tmp_path, formats):
-    tokens = np.random.default_rng(0).permutation(60_004)  # three more than whole windows and the last target
-    data = Dataset(write_shards(tmp_path / "d", tokens, 200, formats), BLOCK)
-    assert np.array_equal(data.tokens["train"][:], tokens)
-    windows, count, batch_size = 60_003 // BLOCK, 12, 5
-    orders = []
-    for _ in range(3):
-        epoch = data.micro_batches(7, windows * len(orders), batch_size, count)
-        orders.append(np.concatenate([next(epoch) for _ in range(windows // batch_size)]))
-        x, y = data.batch("train", orders[-1])
-        assert np.array_equal(x[:, 1:], y[:, :-1])
-        seen = np.bincount(x.ravel(), minlength=len(tokens))
-        assert (seen == 1).sum() == windows * BLOCK == len(tokens) - 4, "all but the rest and the last target"
-        assert seen.max() == 1
-    for world_size in (1, 2, 3, 4):
-        ranks = [data.micro_batches(7, 0, batch_size, count, rank, world_size) for rank in range(world_size)]
-        shared = [next(ranks[step % world_size]) for step in range(3 * windows // batch_size)]
-        assert np.array_equal(np.concatenate(shared), np.concatenate(orders))
-    assert all(abs(np.corrcoef(a // BLOCK, b // BLOCK)[0, 1]) < 0.5 for a, b in pairwise(orders))
-    resumed = data.micro_batches(7, windows + 60 * 3, batch_size, count, rank=1, world_size=2)
-    assert np.array_equal(next(resumed), orders[1][60 * 3 + batch_size : 60 * 3 + 2 * batch_size])
-
-
-@pytest.mark.parametrize("first", [0, 999, 10**12])
-def test_consecutive_sequences_come_from_all_files_and_lie_apart(first):
-    windows = 1_000_000
-    starts = shuffled_windows(windows * BLOCK + 1, BLOCK, (1, 2), first, 800)
-    if first // windows == (first + 799) // windows:
-        per_file = np.bincount(starts * 200 // (windows * BLOCK), minlength=200)
-        assert (per_file.min(), per_file.max()) >= (2, 4)
-        assert per_file.max() <= 6, "independent draws: 4 with a standard deviation of 2, the fullest file about 11"
-        assert np.diff(np.sort(starts)).min() > windows * BLOCK / 800 / (5 + 2)
-
-
-@pytest.mark.parametrize("largest_quotient", [5, 1], ids=["even", "no stride is so even"])
-def test_every_number_of_windows_has_an_order(monkeypatch, largest_quotient):
-    monkeypatch.setattr("data.shards._LARGEST_QUOTIENT", largest_quotient)
-    for windows in range(1, 100):
-        starts = shuffled_windows(windows * BLOCK + 1, BLOCK, (largest_quotient,), windows, windows)
-        assert sorted(starts) == list(range(0, windows * BLOCK, BLOCK))
-    for windows in range(1, 400):
-        assert min(_largest_quotient(stride, windows) for stride in range(windows)) <= 5
-    assert shuffled_windows(BLOCK + 1, BLOCK, (0,), 5, 3).tolist() == [0, 0, 0], "one window"
-
-
-def test_an_order_depends_on_the_key_and_cuts_from_different_positions():
-    starts = [shuffled_windows(100 * BLOCK + 4, BLOCK, key, 0, 300) for key in ((1, 0), (2, 0), (1, 1))]
-    assert len({tuple(order) for order in starts}) == 3
-    assert all(set(order % BLOCK) <= {0, 1, 2, 3} for order in starts)
-    assert len(set(np.concatenate(starts) % BLOCK)) > 1
 
 
 def test_slices_cross_files(tmp_path):
@@ -240,6 +187,19 @@ def test_the_fingerprint_names_files_and_reads_a_part(tmp_path, monkeypatch):
     assert first == fingerprint("again") == fingerprint("between", 100)
     assert fingerprint("two", files=2) != fingerprint("the end of one of two", 1500, files=2), "two pieces of each"
     assert [name for name, value in fingerprint("other", 301).items() if value != first[name]] == ["text_train_000002.bin"]
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+def test_sequences_of_200_shards_are_those_of_one_file(tmp_path, formats):
+    tokens = np.random.default_rng(0).permutation(60_004)
+    shards = Dataset(write_shards(tmp_path / "d", tokens, 200, formats), BLOCK)
+    (tmp_path / "one").mkdir()
+    for split, values in (("train", tokens), ("val", range(1000))):
+        (tmp_path / "one" / f"{split}.bin").write_bytes(plain(values))
+    one = Dataset(str(tmp_path / "one"), BLOCK)
+    offsets = one.offsets("train", (7, 0), 0, 8000)  # more than an epoch
+    assert np.array_equal(shards.offsets("train", (7, 0), 0, 8000), offsets)
+    assert np.array_equal(shards.batch("train", offsets), one.batch("train", offsets))
 
 
 def test_two_ranks_that_are_stopped_and_resumed_train_as_if_nothing_had_happened(data, tmp_path):

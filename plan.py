@@ -35,8 +35,7 @@ Columns, of the rank with the most optimizer state:
   activations  what forward keeps for backward
   temporary    what the peak needs in addition: gradients of the logits and of the tied embedding, autocast's copies of
                the weights, or on a CPU the original weights while the model is wrapped
-  peak         the most while training, without the copy of shadow_check (16 to 20 bytes per parameter); compiled blocks
-               count as not compiled; the loss counts as --compile says
+  peak         the most while training; compiled blocks count as not compiled, the loss counts as --compile says
   at save      the peak while a checkpoint is saved, with async_save while training goes on
   fits         whether the peaks fit; on a CPU with 30 % more, for pages that the system's allocator keeps
   max batch    the largest batch_size that fits, up to 4096

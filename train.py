@@ -104,7 +104,6 @@ device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, othe
 dtype: Dtype = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
 compile = torch.cuda.is_available()  # compile the model block by block with torch.compile; by default on a GPU only
 seed: Seed = 1337  # of the first weights, the batches and dropout
-shadow_check: NonNegativeInt = 0  # iterations of a copy trained without sharding, to compare the weights; 0: off
 profile = False  # after a few iterations, write traces of time and memory to out_dir/profile
 config = configure(globals(), connects=True)
 # -----------------------------------------------------------------------------
@@ -158,7 +157,6 @@ if compile:
 with run.stage("making the optimizer"):
     compare_model_and_data(raw_model, data.fingerprint, **vars(state))
     groups = raw_model.param_groups(weight_decay, muon_of(config))
-    run.before_build(raw_model, groups, checkpoint)
     adamw = {"lr": learning_rate, "betas": (beta1, beta2)}
     model, opt = build(raw_model, groups, Flags.of(config), device=own_device, overlap=raw_model.blocks, **adamw)
     scaler = ShardedGradScaler(own_device.type, enabled=compute_dtype == "float16")
@@ -248,7 +246,6 @@ while True:
     for micro_step in range(micro_steps):
         # sync in the last micro-step only; shard_gradients: in all
         model.require_backward_grad_sync = micro_step == micro_steps - 1  # type: ignore[assignment]
-        run.shadow.micro_step(x, y)  # shadow_check trains its copy
         with run.phase("forward"), autocast:
             loss = model(x, y)[1]  # the logits, which can be the largest tensor, are not kept
         loss_sum += loss.detach()

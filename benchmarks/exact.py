@@ -3,9 +3,9 @@
 A single rank shards its optimizer and sends to itself. NCCL then copies, or does nothing in place: that shows what waits for
 what, and who frees memory, but neither its kernels nor their speed.
 
-    $ torchrun --standalone --nproc_per_node=2 -m benchmarks.exact train.py --dataset=stdlib_char --shadow_check=5 --grad_clip=0
+    $ torchrun --standalone --nproc_per_node=2 -m benchmarks.exact train.py --dataset=stdlib_char --max_iters=5 --grad_clip=0
 
-So the shadow check compares bits, and shows a wait that is missing. NCCL waits for the stream that starts a collective. Here
+So the checkpoints of two runs are bit-identical, or a wait is missing. NCCL waits for the stream that starts a collective. Here
 that one sleeps, and the stream that computes goes on: where it does not wait, it reads nan, and what it overwrites too early is
 sent. Collectives in time would show neither. All-reduces, which overwrite what they send, are not late.
 """

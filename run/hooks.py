@@ -31,7 +31,6 @@ from run.profiling import FOLDER, Profiler
 from run.progress import Progress
 from run.rank_checks import check_gradients
 from run.sampling import Sampler
-from run.shadow import Shadow
 from run.summary import is_reached
 from zero import ShardedGradScaler, ShardedOptimizer
 from zero.flags import Flags
@@ -65,7 +64,7 @@ class Run:
         Watchdog(config["dist_timeout_s"])  # ends the ranks if they hang
         self.profiler = Profiler(os.path.join(config["out_dir"], FOLDER), launch.rank, device, config["profile"])
         self.checkpoints = Checkpoints(config)
-        self._reads_later = device.type == "cuda" and not config["shadow_check"]  # shadow_check waits in every iteration
+        self._reads_later = device.type == "cuda"
         self._untimed_from = 0.0  # seconds, when the last block that is not timed began
         self._unread: Iteration | None = None  # the last one, if its figures are not read yet
         self._action = Action.CONTINUE  # of all ranks, as the iteration begins, or after its evaluation
@@ -78,11 +77,6 @@ class Run:
         """Run a part of the set-up: all ranks end if any of them raises for wrong input. A terminal shows the description."""
         with exit_on_wrong_input(), self.progress.task(description):
             yield
-
-    def before_build(self, raw_model: GPT, groups: list[dict[str, Any]], checkpoint: dict[str, Any] | None) -> None:
-        """Call when the model is loaded, and not yet wrapped."""
-        iterations = 0 if self.checkpoints.read_only else self.config["shadow_check"]
-        self.shadow = Shadow(iterations, raw_model, groups, self.checkpoints, checkpoint, self.device)
 
     def watch(
         self,
@@ -130,7 +124,6 @@ class Run:
         self.meter = Meter(self.memory, self.dtype, *of_run)
         self.signals = Signals()
         self.guard = Guard(optimizer, scaler, config["max_nonfinite"], self.log.alert)
-        self.shadow.follow(optimizer, scaler, config["max_nonfinite"], autocast, self.micro_steps, config["grad_clip"])
         if state.iter_num > config["max_iters"]:
             print0(
                 f"nothing to train: the checkpoint is at iteration {state.iter_num}, beyond max_iters={config['max_iters']}; "
@@ -189,13 +182,13 @@ class Run:
         """
         if self.state.iter_num == self.first_iter:
             with exit_on_wrong_input():
-                check_gradients(self.model, "use --use_zero1=True --zero1_impl=sharded, which needs none")
+                check_gradients(self.model)
         self.guard.check(loss, grad_norm)  # waits for all ranks
         self.meter.measure_memory("before step")
 
     def after_update(self) -> None:
         """Call when the weights are updated, and the gradients still exist."""
-        if self.state.iter_num >= self.first_iter + max(2, self.config["shadow_check"]):
+        if self.state.iter_num >= self.first_iter + 2:
             self.memory.compare(self.state.iter_num)  # once, as soon as there is optimizer state
 
     def end_iteration(self, lr: float) -> None:
@@ -209,9 +202,6 @@ class Run:
         if not self._reads_later or is_evaluated or iteration == self.config["max_iters"]:
             self.read_figures()
         self.progress.update(iteration, self.log.summary.last)
-        if self.shadow.update():
-            self.memory.forget_peak()
-            self.meter.restart()
         if self.profiler.step():
             self.meter.restart()
 
@@ -256,7 +246,6 @@ class Run:
     def finish(self) -> NoReturn:
         """End all ranks: exit code 0, or 1 if the training or its last checkpoint has failed."""
         self.read_figures()
-        self.shadow.finish()
         self.guard.report(self.state.iter_num - 1)
         must_fail = self.checkpoints.report(self.log, at_end=True) or self.guard.failed
         failed = self.signals.agree(Action.FAIL if must_fail else Action.CONTINUE) == Action.FAIL

@@ -111,14 +111,14 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
         print0(f"note: a resumed run uses the checkpoint's values: {used}")
 
 
-def check_gradients(model: torch.nn.Module, remedy: str) -> None:
+def check_gradients(model: torch.nn.Module) -> None:
     """Raise ValueError if a backward has left a parameter of a DistributedDataParallel without gradient: it could not go on."""
     if not isinstance(model, DistributedDataParallel):
         return
     if without := [name for name, param in model.module.named_parameters() if param.requires_grad and param.grad is None]:
         raise ValueError(
             f"DistributedDataParallel needs a gradient of each trained parameter; {without[0]} has none ({len(without)} in "
-            f"all); freeze it with requires_grad_(False), or {remedy}"
+            f"all); freeze it with requires_grad_(False), or use --use_zero1=True --zero1_impl=sharded, which needs none"
         )
 
 

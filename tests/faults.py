@@ -205,35 +205,6 @@ def infinite_norm():
         original(self, loss, norm * torch.inf)
 
 
-def nan_loss_on_rank_0():
-    """In the second iteration: its micro-steps 4 to 6, first the shadow's, then the run's."""
-    calls = []
-
-    @around("model:GPT.forward")
-    def forward(original, self, x, y=None):
-        logits, loss = original(self, x, y)
-        if self.training and rank() == 0 and type(loss) is torch.Tensor:  # a prediction of memory has fake tensors
-            calls.append(None)
-            loss = loss * float("nan") if 6 < len(calls) <= 12 else loss
-        return logits, loss
-
-
-def wrong_value_on_rank_1(where):
-    """After each step, in a "weight" that rank 0 owns, or in a "master" of rank 1."""
-
-    @around("zero.optimizer:ShardedOptimizer.step")
-    @torch.no_grad()
-    def step(original, self, *args):
-        original(self, *args)
-        self.synchronize()
-        if rank() == 1:
-            owned = self.placed.owned[0]
-            assert owned.start > 0
-            value = owned.param.view(-1)[owned.start - 1] if where == "weight" else owned.local[0]
-            value += 0.25
-            print("disturbed:", self.placed.names[owned.param])
-
-
 def error_in_iteration(iteration):
     @around("run.guard:Guard.report")
     def report(original, self, number, *args):

@@ -221,7 +221,7 @@ def run_part(name):
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(40000 + os.getpid() % 20000)}
     # the check compares values; a batch is too large for a copy without a wait from memory that is not pinned, and
     # 100 MB less than predicted would be a warning
-    own = ["--max_iters=6", "--log_interval=2", "--shadow_check=0", "--batch_size=65", "--n_layer=2", "--compile=False"]
+    own = ["--max_iters=6", "--log_interval=2", "--batch_size=65", "--n_layer=2", "--compile=False"]
     if "bench.py" in part.command:
         sizes = [f"--{key}={getattr(SIZES, key)}" for key in ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")]
         own = ["--model=", *sizes, "--bucket_mb=0.1", "--rounds=2", "--steps_per_turn=1", "--compile=False"]

@@ -66,7 +66,7 @@ Fraction = Annotated[float, Rule("must be positive and at most 1", lambda value:
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]  # of the computation: a key of `machine.DTYPES`, or the best one
 
 # of train.py: hosts may have other values, because each may have disks of its own, and only rank 0 logs
-PER_HOST = {"out_dir", "dataset", "wandb_log", "wandb_project", "wandb_run_name", "log_to"}
+PER_HOST = {"out_dir", "dataset", "wandb_log", "wandb_project", "wandb_run_name"}
 
 
 class Setting(NamedTuple):

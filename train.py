@@ -53,11 +53,10 @@ keep_checkpoints: NonNegativeInt = 0  # number of ckpt_<iter>.pt files to keep b
 async_save = False  # write checkpoints in the background
 # 'auto': resume if out_dir has a checkpoint, otherwise scratch; so torchrun --max-restarts=3 goes on after a rank is lost
 init_from = "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
-# wandb and TensorBoard
+# wandb
 wandb_log = False  # only rank 0 logs; WANDB_MODE, WANDB_ENTITY and all other variables of wandb count
 wandb_project = "owt"  # a name of wandb
 wandb_run_name = "gpt2"  # the group of the runs to compare; a run has this name and the last part of out_dir
-log_to: Literal["none", "tensorboard"] = "none"  # write the metrics to out_dir/tensorboard as well
 # data
 dataset = "openwebtext"  # name of a folder in data/, or the path of another; its files must be equal on all machines
 gradient_accumulation_steps: PositiveInt = 5 * 8  # micro-steps per iteration, summed over all ranks

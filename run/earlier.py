@@ -10,7 +10,7 @@ from distributed.ranks import print0
 from run import logger, profiling, report, sinks
 from zero.checkpoint import store
 
-_LOGS = (sinks.METRICS_FILE, logger.FACTS, report.NAME, report.EVALUATION, sinks.TENSORBOARD, profiling.FOLDER)
+_LOGS = (sinks.METRICS_FILE, logger.FACTS, report.NAME, report.EVALUATION, profiling.FOLDER)
 
 
 @contextmanager

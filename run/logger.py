@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: the console, `metrics.jsonl`, and optionally wandb and TensorBoard."""
+"""Where the metrics of a run go: the console, `metrics.jsonl`, and optionally wandb."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from distributed.heartbeat import position
 from distributed.ranks import print0
 from run import report
-from run.sinks import MetricsFile, TensorBoardRun, WandbRun, event_of
+from run.sinks import MetricsFile, WandbRun
 from run.summary import Summary
 from zero.checkpoint.files import atomic_write
 from zero.host_comm import is_rank_0
@@ -17,16 +17,16 @@ FACTS = "run.json"  # in out_dir
 
 
 class Logger:
-    """Writes events to the console and three sinks, `metrics.jsonl`, wandb and TensorBoard, on rank 0; on others, nothing.
+    """Writes events to the console, `metrics.jsonl` and wandb on rank 0; on others, nothing.
 
     Args:
         out_dir: folder of `metrics.jsonl` and `run.json`, created if it is missing. None: no files, and a new wandb run.
         resume_at: continue the existing file as it was at the start of this iteration, see `MetricsFile`. None: a new file.
-        config: settings of the run and facts about it, all of which `run.json` and wandb get. `wandb_...` choose the wandb run,
-            `log_to` TensorBoard. `eval_interval` says whether a resumed run repeats the evaluation at `resume_at`.
+        config: settings of the run and facts about it, all of which `run.json` and wandb get. `wandb_...` choose the wandb run.
+            `eval_interval` says whether a resumed run repeats the evaluation at `resume_at`.
         run_id: ID of the wandb run to continue, or None.
 
-    Raises ValueError if the folder cannot be written to, the settings of wandb are wrong, or tensorboard is missing.
+    Raises ValueError if the folder cannot be written to, or the settings of wandb are wrong.
     """
 
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
@@ -34,7 +34,6 @@ class Logger:
         self.file: MetricsFile | None = None
         if out_dir is None or not is_rank_0():
             self.summary, self.wandb = Summary(config), WandbRun(config)
-            self._writers: list[WandbRun | TensorBoardRun] = [self.wandb]
             return
         self.summary = Summary(_all_facts(out_dir, config, resume_at))
         try:
@@ -45,20 +44,13 @@ class Logger:
             self.wandb = WandbRun(config, run_id)  # wrong settings end the run before the file is cut
             for event in self.file.kept() if self.wandb.lacks_history else ():
                 self.wandb.log(event)
-            self._writers = []
-            if config.get("log_to") == "tensorboard":
-                self._writers.append(TensorBoardRun(out_dir, resume_at or 0, config))
-                for event in map(event_of, self.file.late):
-                    if event["iter"] == resume_at:  # TensorBoard hides what it has of this iteration
-                        self._writers[-1].log(event)
-            self._writers.append(self.wandb)  # the last one to finish, which may take a minute
             self.file.rewind()
         except OSError as error:
             raise ValueError(f"cannot write to out_dir={out_dir}: {error}") from error
         _write_facts(out_dir, self.summary.facts)
 
     def log(self, event: dict[str, Any], line: str | None = None) -> None:
-        """Write an event to wandb, TensorBoard and `metrics.jsonl`, then print the line.
+        """Write an event to wandb and `metrics.jsonl`, then print the line.
 
         `event` has metrics by key, numbers or texts; "iter" is the iteration, by default the current one.
         """
@@ -66,8 +58,7 @@ class Logger:
             return
         event = {"iter": max(0, position.iteration), **event}
         self.summary.add(event)
-        for writer in self._writers:
-            writer.log(event)
+        self.wandb.log(event)
         if self.file:
             self.file.log(event)
         if "val/loss" in event:
@@ -99,8 +90,7 @@ class Logger:
             if outcome:
                 report.write(outcome, self.summary)
         with position.at("ending the wandb run", patient=True):
-            for writer in self._writers:
-                writer.finish(self.summary.figures(), int(state == "failed"))
+            self.wandb.finish(self.summary.figures(), int(state == "failed"))
 
 
 def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> dict[str, Any]:

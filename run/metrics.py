@@ -15,7 +15,7 @@ from zero.collectives import KINDS
 class Metric(NamedTuple):
     """A number or a text that a run logs."""
 
-    key: str  # its name in metrics.jsonl, wandb and TensorBoard
+    key: str  # its name in metrics.jsonl and wandb
     unit: str  # of its values, "text" for texts; MB are 10^6 bytes
     # "iteration": each logged one; times are means since the one before. "ranks": some of these, because it needs a collective.
     # "summary": it describes the whole run, in wandb's summary and in the report card

@@ -1,4 +1,4 @@
-"""Where the events of a run go: `metrics.jsonl`, TensorBoard, wandb. An event has metrics by key; "iter" is its iteration."""
+"""Where the events of a run go: `metrics.jsonl` and wandb. An event has metrics by key; "iter" is its iteration."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from distributed.ranks import print0
 from run.metrics import METRICS
 from zero.host_comm import is_rank_0
 
-METRICS_FILE, TENSORBOARD = "metrics.jsonl", "tensorboard"  # in out_dir
+METRICS_FILE = "metrics.jsonl"  # in out_dir
 _FINISH_S = 60.0  # how long the end of a run waits for wandb
 
 
@@ -98,64 +98,22 @@ def _fits(key: str, value: Any) -> bool:
 
 
 def while_it_works(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a method that does nothing without `writer`, the object of a library that takes the metrics.
-
-    If the method raises, a line says so, and the training goes on without the writer.
-    """
+    """Return a method that does nothing without a run of wandb. If it raises, a line says so, and the run is over."""
 
     @wraps(method)
     def call(self: Any, *arguments: Any) -> None:
-        if self.writer is not None:
+        if self.run is not None:
             try:
                 method(self, *arguments)
             except Exception as error:
-                self.writer = None
-                print0(f"WARNING: {self.name} has stopped: {_first_line(error)}; metrics.jsonl has all figures")
+                self.run = None
+                print0(f"WARNING: wandb has stopped: {_first_line(error)}; metrics.jsonl has all figures")
 
     return call
 
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
-
-
-class TensorBoardRun:
-    """Writes the events of a run to `out_dir/tensorboard`.
-
-    Args:
-        resume_at: iteration at which the run continues; TensorBoard hides what is there from it on. 0: a new run.
-        config: settings and facts of the run, shown as a text.
-
-    Raises ValueError if tensorboard, which is optional, is not installed, OSError if the folder cannot be created.
-    """
-
-    name = "TensorBoard"
-
-    def __init__(self, out_dir: str, resume_at: int, config: dict[str, Any]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(f"log_to=tensorboard needs tensorboard ({error}); pip install tensorboard") from error
-        self.writer: Any = SummaryWriter(os.path.join(out_dir, TENSORBOARD), purge_step=resume_at, flush_secs=5)
-        text = json.dumps(config, indent=1).replace("\n", "\n    ")  # four spaces: code in markdown
-        self.writer.add_text("run.json", f"    {text}", resume_at)
-        print0(f"TensorBoard: tensorboard --logdir={out_dir}")
-
-    @while_it_works
-    def log(self, event: dict[str, Any]) -> None:
-        """Write an event."""
-        for key, value in event.items():
-            if isinstance(value, str):
-                self.writer.add_text(key, value, event["iter"])
-            elif key != "iter" and value is not None:
-                self.writer.add_scalar(key, value, event["iter"])
-
-    @while_it_works
-    def finish(self, figures: dict[str, float], _: int) -> None:
-        """Write the figures of the whole run as a text, and close the file."""
-        lines = [f"| {name} | {figure:.6g} |" for name, figure in figures.items() if math.isfinite(figure)]
-        self.writer.add_text("summary", "\n".join(["| | |", "|---|---|", *lines]))
-        self.writer.close()
 
 
 class WandbRun:
@@ -171,8 +129,7 @@ class WandbRun:
     Raises ValueError if the settings or a variable are wrong.
     """
 
-    name = "wandb"
-    writer: Any = None  # wandb's run
+    run: Any = None  # wandb's
 
     def __init__(self, config: dict[str, Any], run_id: str | None = None) -> None:
         self.id: str | None = None  # of the run
@@ -191,7 +148,7 @@ class WandbRun:
             print0(f"WARNING: wandb does not start: {_first_line(error)}; training goes on, metrics.jsonl has all figures")
             return
         if not run.disabled:
-            self._wandb, self.writer, self.id = wandb, run, run.id
+            self._wandb, self.run, self.id = wandb, run, run.id
             self._first = run.starting_step  # the server has earlier rows, which stay as they are
             self.lacks_history = run.offline and run_id is not None
             self._samples = wandb.Table(columns=["iter", "text"], log_mode="INCREMENTAL")
@@ -208,17 +165,17 @@ class WandbRun:
         if "sample/text" in event:
             self._samples.add_data(event["iter"], event["sample/text"])
             row["sample/text"] = self._samples
-        self.writer.log(row, step=self._newest)
+        self.run.log(row, step=self._newest)
 
     @while_it_works
     def alert(self, title: str, text: str) -> None:
         """Send an alert, which wandb forwards by e-mail or Slack."""
-        self.writer.alert(title, text)
+        self.run.alert(title, text)
 
     @while_it_works
     def summarize(self, values: dict[str, Any]) -> None:
         """Set figures that describe the whole run."""
-        self.writer.summary.update(values)
+        self.run.summary.update(values)
 
     def finish(self, figures: dict[str, float], exit_code: int = 0) -> None:
         """Set these figures and end the run, which wandb shows as failed if the code is not 0. Waits a minute for wandb."""
@@ -230,7 +187,7 @@ class WandbRun:
 
     @while_it_works
     def _finish(self, exit_code: int) -> None:
-        self.writer.finish(exit_code)
+        self.run.finish(exit_code)
 
 
 def _start(wandb: Any, config: dict[str, Any], run_id: str | None) -> Any:

@@ -1,4 +1,4 @@
-"""The figures of a whole run, from its events: for the summary in wandb and TensorBoard, and for the report card."""
+"""The figures of a whole run, from its events: for the summary in wandb and for the report card."""
 
 import math
 from array import array

@@ -51,7 +51,7 @@ def out(tmp_path):
 
 def test_everything_that_a_run_writes_moves_and_can_be_used_there(data, tmp_path):
     out = tmp_path / "out"
-    everything = [FEW, "--keep_checkpoints=9", "--profile=True", "--log_to=tensorboard"]
+    everything = [FEW, "--keep_checkpoints=9", "--profile=True"]
     train(out, data, *everything, "--max_iters=11")
     (out / "notes.txt").write_text("of the user")
     shutil.copy(out / "ckpt.pt", out / "best.pt")  # of the user

@@ -1,4 +1,4 @@
-"""Ends a rank of a run that hangs, with one line that says which rank waits for what, and for which rank the others wait."""
+"""Where a rank is, and the end of a run that hangs: a line says which rank waits for what, and for which rank."""
 
 import json
 import os
@@ -6,10 +6,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
-from contextlib import suppress
-from datetime import timedelta
-from types import FrameType, TracebackType
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -17,13 +16,47 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from distributed.exits import print_error
-from distributed.heartbeat import position
 from zero.collectives import Communicator
 from zero.stopwatch import awaited_collective
 
 _BEAT_S = 1.0  # seconds between two posts of a rank
 _GRACE_S = 1.0  # torchrun ends all ranks when the first one ends: until then the others can print their lines, too
 _STORE_TIMEOUT_S = 5.0  # the shortest; a store that takes longer to answer counts as lost
+
+
+class Position:
+    """The position of the main thread: the training code sets it, the watchdog and the log read it."""
+
+    def __init__(self) -> None:
+        self.iteration = -1  # -1: the training has not begun
+        self.doing = ""  # for example "backward"
+        self.is_patient = False  # it may take longer than the timeout, for example on a slow disk
+        self.moved_at = time.monotonic()  # seconds: when the main thread has last made progress
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Mark that an iteration begins."""
+        self.iteration = iteration
+        self.move()
+
+    def move(self) -> None:
+        """Mark that the main thread has made progress."""
+        self.moved_at = time.monotonic()
+
+    @contextmanager
+    def at(self, doing: str, patient: bool = False) -> Iterator[None]:
+        """Mark what the block does, and whether it may take longer than the timeout. If the block raises, the mark stays."""
+        before, self.doing, self.is_patient = (self.doing, self.is_patient), doing, patient or self.is_patient
+        self.move()
+        yield
+        self.doing, self.is_patient = before
+        self.move()
+
+    def __str__(self) -> str:
+        iteration = f"iteration {self.iteration}" if self.iteration >= 0 else "the start"
+        return f"{iteration}, {self.doing}" if self.doing else iteration
+
+
+position = Position()
 
 
 class Post(NamedTuple):
@@ -41,10 +74,7 @@ class Watchdog:
     Needs to be created on all ranks, in the main thread. A thread posts the position of the main thread to the store of the
     process group every second. When the main thread has not moved for half of the timeout, it reads the posts of all ranks.
     While a rank does something that may take long, for example a save, and before the first iteration, only a rank that shows
-    no sign of life ends the others. A second thread decides, because a call of the store may never return when the host of the
-    store is lost. The exit code is 1.
-
-    A collective that raises, because another rank has ended, gets a line about the position below its traceback.
+    no sign of life ends the others. The exit code is 1. If a rank has ended, the collectives of the others raise.
 
     Without several ranks, this class does nothing.
     """
@@ -57,91 +87,65 @@ class Watchdog:
         # its own connection, because the main thread may wait in a call of the store
         connection = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._store = dist.PrefixStore("watchdog", connection)
-        self._store.set_timeout(timedelta(seconds=max(_STORE_TIMEOUT_S, timeout_s / 4)))
-        self._main_thread, self._awaited = threading.get_ident(), ""  # what `awaited_collective` has last returned
+        # a call of the store may never return when its host is lost
+        self._calls = ThreadPoolExecutor(max_workers=1, thread_name_prefix="watchdog's store")
+        self._main_thread = threading.get_ident()
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         # by rank, while this one does not move: the last post, and when (in seconds) it was new
         self._posts: list[tuple[bytes, float]] = []
-        self._answered_at = time.monotonic()
-        self._post()
+        self._store.set(self._keys[self._rank], json.dumps(self._own()))
         dist.barrier()  # now every rank has posted
-        self._show_traceback, sys.excepthook = sys.excepthook, self._explain
-        for work in (self._keep_posting, self._watch):
-            threading.Thread(target=work, name="watchdog", daemon=True).start()
-
-    def _keep_posting(self) -> None:
-        torch.cuda.set_device(self._gpu)  # a thread begins with GPU 0, and takes memory there when it asks for an event
-        while True:
-            self._pause()
-            self._awaited = awaited_collective()
-            with suppress(RuntimeError):  # the store does not answer; the other thread decides
-                self._post()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _watch(self) -> None:
+        torch.cuda.set_device(self._gpu)  # a thread begins with GPU 0, and takes memory there when it asks for an event
         while True:
-            self._pause()
-            if message := self._reason_to_end():
+            time.sleep(min(_BEAT_S, self._timeout_s / 10))
+            if message := self._reason_to_end(self._own()):
                 print_error(message)
                 time.sleep(_GRACE_S)
                 os._exit(1)
-
-    def _pause(self) -> None:
-        time.sleep(min(_BEAT_S, self._timeout_s / 10))
-
-    def _post(self) -> None:
-        """Post where this rank is, and read the posts of all ranks if it does not move."""
-        own = self._own()
-        self._store.set(self._keys[self._rank], json.dumps(own))
-        if own.still_s < self._timeout_s / 2:
-            self._posts = []
-        else:
-            found, now = self._store.multi_get(self._keys), time.monotonic()
-            before = self._posts or [(b"", now)] * len(found)
-            self._posts = [old if text == old[0] else (text, now) for text, old in zip(found, before, strict=True)]
-        self._answered_at = time.monotonic()
 
     def _own(self) -> Post:
         is_patient = position.is_patient or position.iteration < 0
         return Post(time.monotonic() - position.moved_at, is_patient, str(position), self._collective())
 
-    def _reason_to_end(self) -> str | None:
-        """Return the reason to end this rank, or None: a rank is lost, or all ranks stand still."""
-        own, rank, now = self._own(), self._rank, time.monotonic()
-        if own.still_s < self._timeout_s:
-            return None
+    def _reason_to_end(self, own: Post) -> str | None:
+        """Return the reason to end this rank, or None: a rank is lost, or all ranks stand still. Posts where this one is."""
+        rank, long_s = self._rank, self._timeout_s / 2
         waits = f"rank {rank} has been at {own.place} for {own.still_s:.0f} s"
         if own.collective:
             waits = f"rank {rank} has waited {own.still_s:.0f} s for {own.collective} at {own.place}"
-        long_s = self._timeout_s / 2
-        if now - self._answered_at > long_s:
-            is_busy = own.is_patient and not own.collective
+        try:
+            found = self._calls.submit(self._exchange, own).result(max(_STORE_TIMEOUT_S, self._timeout_s / 4))
+        except (TimeoutError, RuntimeError):
+            is_busy = own.still_s < self._timeout_s or (own.is_patient and not own.collective)
             return None if is_busy else f"{waits}; the store of the ranks does not answer"
+        now = time.monotonic()
+        before = self._posts if self._posts and found else [(b"", now)] * len(found)
+        self._posts = [old if text == old[0] else (text, now) for text, old in zip(found, before, strict=True)]
         posts = [(other, Post(*json.loads(text)), new_at) for other, (text, new_at) in enumerate(self._posts)]
+        if own.still_s < self._timeout_s:
+            return None
         if lost := [f"{other}, last seen at {post.place}" for other, post, new_at in posts if new_at < now - long_s]:
             return f"{waits}; no sign of life from rank {'; nor from rank '.join(lost)}"
-        if not posts or any(post.is_patient or post.still_s < long_s for _, post, _ in posts):
+        if any(post.is_patient or post.still_s < long_s for _, post, _ in posts):
             return None
         others = [(other, post) for other, post, _ in posts if other != rank]
         busy = [f"rank {other} is at {post.place}" for other, post in others if not post.collective]
         waiting = [f"rank {other} waits for {post.collective} at {post.place}" for other, post in others]
         return "; ".join([waits, *(busy or waiting)])
 
+    def _exchange(self, own: Post) -> list[bytes]:
+        """Post where this rank is. Return the posts of all ranks, or nothing if this one moves."""
+        self._store.set(self._keys[self._rank], json.dumps(own))
+        return self._store.multi_get(self._keys) if own.still_s >= self._timeout_s / 2 else []
+
     def _collective(self) -> str:
-        frame = sys._current_frames().get(self._main_thread)
-        return _collective(frame for frame, _ in traceback.walk_stack(frame)) or (self._awaited and f"the {self._awaited}")
-
-    def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print the traceback and, if a collective has raised, a line about the position."""
-        self._show_traceback(kind, error, trace)
-        if collective := _collective(frame for frame, _ in reversed(list(traceback.walk_tb(trace)))):
-            print_error(f"rank {self._rank} lost {collective} at {position}: {error}")
-
-
-def _collective(frames: Iterable[FrameType]) -> str:
-    """Return the collective that the frames, innermost first, wait for, such as "the all-reduce", or "" if there is none."""
-    for frame in frames:
-        if frame.f_code is Communicator.wait.__code__:
-            return f"the {frame.f_locals['kind']}"
-        if frame.f_globals.get("__name__") == distributed_c10d.__name__:
-            return f"the {frame.f_code.co_name.replace('_', '-')}"
-    return ""
+        """Return the collective that the main thread or its GPU waits for, such as "the all-reduce", or "" for none."""
+        for frame, _ in traceback.walk_stack(sys._current_frames().get(self._main_thread)):
+            if frame.f_code is Communicator.wait.__code__:
+                return f"the {frame.f_locals['kind']}"
+            if frame.f_globals.get("__name__") == distributed_c10d.__name__:
+                return f"the {frame.f_code.co_name.replace('_', '-')}"
+        return f"the {awaited}" if (awaited := awaited_collective()) else ""

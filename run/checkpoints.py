@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
-from distributed.heartbeat import position
+from distributed.watchdog import position
 from distributed.ranks import on_rank_0, print0
 from distributed.signals import Action
 from run import earlier, lock

@@ -13,12 +13,11 @@ import torch
 
 from data.dataset import Dataset
 from distributed.exits import exit_on_wrong_input, finish
-from distributed.heartbeat import position
 from distributed.launch import Launch
 from distributed.machine import environment, is_slow_on_cpu
 from distributed.ranks import print0
 from distributed.signals import Action, Signals
-from distributed.watchdog import Watchdog
+from distributed.watchdog import Watchdog, position
 from forecast.modes import without_effect
 from forecast.run_memory import Workload
 from model import GPT

@@ -5,7 +5,7 @@ import json
 import os
 from typing import Any, Literal
 
-from distributed.heartbeat import position
+from distributed.watchdog import position
 from distributed.ranks import print0
 from run import report
 from run.sinks import MetricsFile, WandbRun

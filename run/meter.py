@@ -12,7 +12,7 @@ import torch
 from torch.profiler import record_function
 
 from distributed import machine
-from distributed.heartbeat import position
+from distributed.watchdog import position
 from distributed.launch import launched
 from distributed.ranks import print0
 from run.communication import CommunicationMeter

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from distributed.heartbeat import position
+from distributed.watchdog import position
 from distributed.ranks import print0
 
 FOLDER = "profile"  # in out_dir

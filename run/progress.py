@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from distributed.heartbeat import position
+from distributed.watchdog import position
 
 # metrics that the bar of the run shows, in this order
 _FIGURES = {"iter/loss": "loss {:.4f}", "throughput/tokens_per_second": "{:,.0f} tok/s", "memory/peak_mb": "{:,.0f} MB"}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from data.vocabulary import DataError, load_codec
-from distributed.heartbeat import position
+from distributed.watchdog import position
 from model import GPT
 from run.logger import Logger
 

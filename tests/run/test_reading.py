@@ -12,10 +12,9 @@ import torch.distributed as dist
 from scripts import FEW, SETTINGS, events_of, run
 
 from distributed import ranks
-from distributed.heartbeat import Position
 from distributed.launch import Launch
 from distributed.signals import Action
-from distributed.watchdog import Watchdog
+from distributed.watchdog import Position, Watchdog
 from run import guard
 from run.checkpoints import State
 from run.hooks import Run
@@ -93,23 +92,18 @@ def test_the_watchdog_names_the_collective_that_a_stream_waits_for(monkeypatch):
     waits.add("reduce-scatter", done, done)
     waits.add("all-reduce", not_done, not_done)
     watchdog = object.__new__(Watchdog)
-    watchdog._main_thread, watchdog._gpu, watchdog._pause, chosen = threading.get_ident(), 1, int, []
+    watchdog._main_thread, watchdog._gpu, watchdog._timeout_s, chosen = threading.get_ident(), 1, 0.0, []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-
-    def posted():
-        watchdog._post = mock.Mock(side_effect=StopIteration)
-        with pytest.raises(StopIteration):
-            watchdog._keep_posting()
-        return watchdog._collective()
-
-    assert posted() == ""
+    watchdog._reason_to_end = mock.Mock(side_effect=StopIteration)
+    with pytest.raises(StopIteration):
+        watchdog._watch()
+    assert chosen == [1], "events are asked on this GPU, not on GPU 0"
+    assert watchdog._collective() == ""
     waits.add("all-gather", done, not_done)
     taken = waits.take()
-    assert posted() == "the all-gather"
+    assert watchdog._collective() == "the all-gather"
     del taken
-    assert watchdog._collective() == "the all-gather", "only the thread that posts asks the GPU"
-    assert posted() == ""
-    assert chosen == [1, 1, 1], "not GPU 0"
+    assert watchdog._collective() == ""
 
 
 def events(monkeypatch):

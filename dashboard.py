@@ -26,7 +26,7 @@ from charts.page import page
 from charts.runs import picture, sections
 from charts.style import save
 from distributed.exits import exit_on_wrong_input
-from run import lock
+from run import out_folder
 from run.logger import FACTS
 from run.sinks import METRICS_FILE, event_of
 from zero.checkpoint.files import atomic_write
@@ -64,7 +64,7 @@ def read_facts(out_dir: str) -> dict[str, Any]:
         facts = json.load(file)
     if not isinstance(facts, dict):
         return {}
-    if facts.get("state") == "running" and lock.is_held(out_dir) is False:
+    if facts.get("state") == "running" and out_folder.is_held(out_dir) is False:
         facts["state"] = "killed"
     return facts
 

@@ -6,16 +6,15 @@ import sys
 import tempfile
 import time
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 import torch
 
-from distributed.watchdog import position
 from distributed.ranks import on_rank_0, print0
 from distributed.signals import Action
-from run import earlier, lock
+from distributed.watchdog import position
+from run import out_folder
 from run.logger import Logger
 from zero import checkpoint as ckpt
 from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport
@@ -123,20 +122,14 @@ class Checkpoints:
         ckpt.restore(optimizer, checkpoint["optimizer"])
 
     def claim(self) -> None:
-        """Lock the folder for this run and remove the unfinished files of killed runs. A read-only run does neither.
+        """Lock the folder for this run, without the files of others: a new run renames the folder of an earlier one.
 
-        Raises:
-            ValueError: if another run writes to the folder, or this run cannot write to it.
+        A read-only run changes nothing. Raises ValueError as `out_folder.take` and `out_folder.set_aside`.
         """
         if not self.read_only:
-            on_rank_0(self._take_lock)
+            on_rank_0(self._claim)
         how = self._keep, self._in_background, self._newest_is_corrupt, not self.read_only
         self._writer = CheckpointWriter(self.folder, *how)
-
-    def without_earlier_run(self) -> AbstractContextManager[None]:
-        """Return the context in which a run that starts anew writes its first files: those of other runs move aside."""
-        starts_anew = is_rank_0() and not self.read_only and not self.loaded_from
-        return earlier.moved_aside(self.folder) if starts_anew else nullcontext()
 
     def begin_save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `report` prints the result. See `CheckpointWriter.write`."""
@@ -215,8 +208,8 @@ class Checkpoints:
         try:
             path, warning = ckpt.find(self.folder)
         except CheckpointError as error:
-            before = earlier.newest(self.folder)
-            remedy = f"to resume, {f'use --out_dir={before}' if before else 'check --out_dir'}; "
+            runs = out_folder.earlier(self.folder)
+            remedy = f"to resume, {f'use --out_dir={runs[max(runs)]}' if runs else 'check --out_dir'}; "
             remedy += "to start a new run, use --init_from=scratch"
             raise CheckpointError(f"{error}; {remedy}") from error
         if warning:
@@ -224,7 +217,12 @@ class Checkpoints:
             self._newest_is_corrupt = True
         return path
 
-    def _take_lock(self) -> None:
+    def _take_lock(self) -> TextIO:
         if self._lock is None:
-            self._lock = lock.take(self.folder)
-            earlier.put_back(self.folder)
+            self._lock = out_folder.take(self.folder)
+        return self._lock
+
+    def _claim(self) -> None:
+        lock = self._take_lock()
+        if not self.loaded_from:
+            self._lock = out_folder.set_aside(self.folder, lock)

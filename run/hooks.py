@@ -110,8 +110,7 @@ class Run:
                 **{key: value for key, value in asdict(raw_model.config).items() if key in config},  # perhaps the checkpoint's
             }
             resume_at = state.iter_num if self.checkpoints.loaded_from else None
-            with self.checkpoints.without_earlier_run():
-                self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
+            self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
             atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
             state.wandb_run_id = self.log.wandb.id or state.wandb_run_id
         how = raw_model.activation_checkpointing, raw_model.loss_chunk, config["compile"]

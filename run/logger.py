@@ -5,8 +5,8 @@ import json
 import os
 from typing import Any, Literal
 
-from distributed.watchdog import position
 from distributed.ranks import print0
+from distributed.watchdog import position
 from run import report
 from run.sinks import MetricsFile, WandbRun
 from run.summary import Summary

@@ -12,9 +12,9 @@ import torch
 from torch.profiler import record_function
 
 from distributed import machine
-from distributed.watchdog import position
 from distributed.launch import launched
 from distributed.ranks import print0
+from distributed.watchdog import position
 from run.communication import CommunicationMeter
 from run.guard import Reading
 from run.memory_meter import Memory

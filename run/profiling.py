@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from distributed.watchdog import position
 from distributed.ranks import print0
+from distributed.watchdog import position
 
 FOLDER = "profile"  # in out_dir
 # numbers of iterations: first skip some; then record some without keeping them, because a profiler is slow when it starts; then

@@ -8,7 +8,7 @@ import pytest
 from logged import MB, events, write_run
 
 import dashboard
-from run.lock import take
+from run.out_folder import take
 
 SECTIONS = ["Loss", "Throughput", "Memory", "Communication", "Checkpoints"]
 

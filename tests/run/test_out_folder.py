@@ -1,4 +1,4 @@
-"""run/lock.py: one run per folder; a second run is told who is there, and the lock of a killed run is free."""
+"""run/out_folder.py: one run per folder, and a second one is told who is there; a new run renames that of an earlier one."""
 
 import errno
 import fcntl
@@ -11,9 +11,13 @@ from unittest import mock
 
 import pytest
 import ranks
-from scripts import FEW, SETTINGS, run, train
+import torch
+from scripts import FEW, SETTINGS, run, torch_load, train
 
-from run.lock import is_held, take
+import dashboard
+from run.checkpoints import Checkpoints
+from run.out_folder import earlier, is_held, set_aside, take
+from zero.checkpoint import CheckpointWriter
 from zero.checkpoint.__main__ import main
 
 
@@ -102,3 +106,122 @@ def test_a_run_in_a_folder_that_is_in_use_is_refused_on_all_ranks(data, tmp_path
         process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", ranks=2)
     assert f"out_dir={tmp_path} is in use by another run: process {os.getpid()} on " in process.refusal()
     assert all((tmp_path / name).read_text() == "of the run that is there" for name in names)
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
+
+
+def checkpoints(folder, read_only=False):
+    settings = {"out_dir": str(folder), "keep_checkpoints": 0, "async_save": False}
+    return Checkpoints(settings | {"always_save_checkpoint": True, "eval_only": read_only})
+
+
+def start_anew(folder, read_only=False):
+    starts = checkpoints(folder, read_only)
+    starts.claim()
+    assert (is_held(folder) is True) == (not read_only)
+    if not read_only:
+        starts._lock.close()
+
+
+@pytest.fixture
+def out(tmp_path):
+    """The folder of a run that saved once, with a file of the user."""
+    model = torch.nn.Linear(2, 2)
+    values = {"model_args": {}, "iter_num": 4, "best_val_loss": 2.0, "config": {}}
+    out = tmp_path / "out"
+    out.mkdir()
+    CheckpointWriter(str(out)).write(model, torch.optim.AdamW(model.parameters()), values)
+    for name in ("metrics.jsonl", "run.json", "report.md", "run.lock", "notes.txt"):
+        (out / name).write_text("of before")
+    return out
+
+
+def test_the_folder_of_a_run_is_renamed_and_the_run_goes_on_there(data, tmp_path):
+    out, before = tmp_path / "out", tmp_path / "out.before-1"
+    train(out, data, FEW, "--keep_checkpoints=9", "--profile=True", "--max_iters=11")
+    (out / "notes.txt").write_text("of the user")
+    old = names(out)
+    losses, _, printed = train(out, data, FEW, "--max_iters=1")
+    remedy = f"which is now in {before}; to continue that run, use --init_from=resume --out_dir={before}\n"
+    assert f"note: out_dir={out} held another run, {remedy}" in printed
+    assert names(out) == ["ckpt.pt", "metrics.jsonl", "report.md", "run.json", "run.lock"]
+    assert names(before) == old
+    assert [*losses] == [0, 1]
+    assert torch_load(out)["iter_num"] == 2
+    losses, _, _ = train(before, data, FEW, "--init_from=resume", "--max_iters=13")
+    assert [*losses] == list(range(14))
+    assert [ran.curves["iter/loss"][-1][0] for ran in dashboard.read([str(out), str(before)])] == [1, 13]
+
+
+def test_a_kill_at_any_moment_leaves_a_run_that_resumes(out):
+    files = names(out)
+    for killed, place in (("rename", out), ("makedirs", out.with_name("out.before-1"))):
+        lock = take(str(out))
+        with mock.patch(f"os.{killed}", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            set_aside(str(out), lock)
+        lock.close()
+        assert out.exists() == (killed == "rename")
+        assert names(place) == files
+        resumed = checkpoints(place)
+        assert resumed.load("resume")["iter_num"] == 4
+        resumed._lock.close()
+    with pytest.raises(ValueError, match=rf"to resume, use --out_dir={out}.before-1; to start a new run"):
+        checkpoints(out).load("resume")
+
+
+def test_a_folder_without_a_checkpoint_is_renamed_too_unless_the_run_writes_nothing(out, capsys):
+    """Figures and kept checkpoints are of use when ckpt.pt was deleted. A folder with other files only stays as it is."""
+    (out / "ckpt.pt").unlink()
+    files = names(out)
+    (out.with_name("out.before-of-mine")).mkdir()
+    for number in range(1, 12):
+        start_anew(out, read_only=True)
+        assert (names(out), capsys.readouterr().out) == (files, "")
+        start_anew(out)
+        assert earlier(str(out)) == {n: f"{out}.before-{n}" for n in range(1, number + 1)}
+        assert capsys.readouterr().out.endswith(f"held another run, which is now in {out}.before-{number}\n")
+        assert names(out) == ["run.lock"]
+        (out / "notes.txt").touch()
+        start_anew(out)
+        assert (names(out), capsys.readouterr().out) == (["notes.txt", "run.lock"], "")
+        for name in files:
+            (out / name).touch()
+
+
+def test_a_folder_that_cannot_be_renamed_stays(out, monkeypatch):
+    """Such as a mount point, the working folder, or one with the folder of another run."""
+    (out / "second").mkdir()
+    files = names(out)
+
+    def refused(reason):
+        message = f"out_dir={out} holds another run, and cannot be renamed: {reason}; use another --out_dir"
+        with take(str(out)) as lock, pytest.raises(ValueError, match=f"^{message}$"):
+            set_aside(str(out), lock)
+        assert names(out) == files
+
+    with mock.patch("os.rename", side_effect=OSError(errno.EBUSY, "Device or resource busy")):
+        refused("Device or resource busy")
+    with monkeypatch.context() as inside:
+        inside.chdir(out / "second")
+        refused(f"{out}/second is in it")
+    (out / "second" / "run.lock").touch()
+    refused(f"{out}/second is in it")
+
+
+def test_a_link_to_a_folder_stays(out):
+    link = out.with_name("link")
+    link.symlink_to(out)
+    start_anew(link)
+    assert link.resolve() == out
+    assert names(out) == ["run.lock"]
+    assert (out.with_name("out.before-1") / "ckpt.pt").exists()
+
+
+def test_a_run_that_waited_for_the_lock_of_a_renamed_folder_is_refused(out, monkeypatch):
+    """And it is told about the run that has the new folder."""
+    lock = take(str(out))
+    monkeypatch.setattr(time, "sleep", lambda _: set_aside(str(out), lock))  # closes the lock that the other one waits for
+    with pytest.raises(ValueError, match=f"out_dir={out} is in use by another run: process {os.getpid()} on "):
+        take(str(out))

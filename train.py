@@ -29,13 +29,14 @@ from data.dataset import EVALUATION_BATCH, Dataset, prepare_if_missing
 from distributed import machine
 from distributed.exits import exit_on_wrong_input
 from distributed.launch import launched
-from distributed.ranks import mean_over_ranks, print0, start
+from distributed.ranks import print0, start, sum_over_ranks
 from forecast.modes import MOMENTUM, muon_of
 from model import GPT, GPTConfig, SkipInitialization, check_block_size
 from run.hooks import Run
 from run.rank_checks import check_combinations, compare_model_and_data, compare_settings, compare_with_checkpoint
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
+from zero.checkpoint import restore
 from zero.flags import Flags, Implementation, ParamDtype
 
 # -----------------------------------------------------------------------------
@@ -92,7 +93,7 @@ use_zero1 = True  # shard the optimizer state across the ranks
 zero1_impl: Implementation = "sharded"  # the code in zero/, or ZeroRedundancyOptimizer
 bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # megabytes per bucket; auto: 4 or more, by size
 shard_gradients = False  # also keep only 1/N of the gradients; one reduce-scatter per micro-step
-# of weights and gradients; bfloat16: each rank has 1/N of the float32 masters; bfloat16_remainder: in 2 bytes, same values
+# the dtype of weights and gradients. bfloat16: float32 masters, 1/N per rank; bfloat16_remainder: the same values in 2 bytes
 param_dtype: ParamDtype = "float32"
 state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # of the moments between updates, 1/N per rank
 shard_size: NonNegativeInt = 0  # ranks that share the state, such as the GPUs of a machine; 0: all
@@ -160,7 +161,7 @@ with run.stage("making the optimizer"):
     model, opt = build(raw_model, groups, Flags.of(config), device=own_device, overlap=raw_model.blocks, **adamw)
     scaler = ShardedGradScaler(own_device.type, enabled=compute_dtype == "float16")
     if checkpoint is not None:
-        run.checkpoints.restore(opt, checkpoint)
+        restore(opt, checkpoint["optimizer"])
         if checkpoint.get("scaler"):  # the checkpoint is from a float16 run
             scaler.load_state_dict(checkpoint["scaler"])
         checkpoint = None  # frees the memory
@@ -189,7 +190,7 @@ def estimate_loss():
             x, y = get_batch(split, offsets)
             with autocast:
                 total.add_(raw_model(x, y)[1], alpha=(offsets >= 0).sum().item())  # negative offsets: padding
-        result[split] = mean_over_ranks(total) * world_size / count
+        result[split] = sum_over_ranks(total) / count
     raw_model.train()
     return result
 
@@ -215,27 +216,21 @@ def get_lr(iteration):
     return min_lr + remaining * (learning_rate - min_lr)
 
 
-def save_checkpoint():
-    """Write ckpt.pt, unless a watcher has ended the run. Needs to be called on all ranks."""
-    with run.untimed("saving the checkpoint"):
-        values = {"model_args": vars(raw_model.config), "config": config, "scaler": scaler.state_dict()}
-        run.save(values | vars(state) | data.identity())
-
-
 # training loop
-run.watch(raw_model, model, opt, scaler, autocast, data)
+run.attach(raw_model, model, opt, scaler, autocast, data)  # the log, checks and measurements; from here on, rank 0 writes
 batches = data.micro_batches(seed, state.data_position, batch_size, gradient_accumulation_steps, rank, world_size)
 with run.untimed("the first batch"):
     x, y = get_batch("train", next(batches))
 while True:
     run.agree()  # on all ranks: was there a signal to one, or a failure on one?
-    lr, is_end = get_lr(state.iter_num), eval_only or state.iter_num > max_iters
+    lr = get_lr(state.iter_num)
+    is_end = eval_only or state.iter_num > max_iters
     for group in opt.param_groups:
         group["lr"] = lr
     if not run.must_stop and (eval_only or (state.iter_num % eval_interval == 0 and not is_end)):
         evaluate(lr)
     if run.must_save:  # because of a signal, the end or this evaluation
-        save_checkpoint()
+        run.save({"model_args": vars(raw_model.config), "config": config, "scaler": scaler.state_dict(), **data.identity()})
     if is_end or run.must_stop:
         break
     run.begin_step()  # writes a sample, if one is due
@@ -256,7 +251,7 @@ while True:
     with run.phase("clip"):
         scaler.unscale_(opt)
         grad_norm = clip_grad_norm_(opt, grad_clip or math.inf)
-    run.before_update(loss_sum / micro_steps, grad_norm)  # are all values finite? if not, step skips
+    run.skip_if_not_finite(loss_sum / micro_steps, grad_norm)  # on any rank
     with run.phase("update"):
         scaler.step(opt)
         scaler.update()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from benchmarks.contenders import Contender, Setup
 from benchmarks.memory_profile import MICRO_STEPS, MemoryProfile, free_unused_memory
 from data.dataset import Dataset
-from distributed.ranks import mean_over_ranks
+from distributed.ranks import sum_over_ranks
 from forecast.modes import MODES
 from zero.host_comm import gather_objects
 
@@ -39,5 +39,6 @@ def _losses(setup: Setup, mode: str, data: Dataset, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         batches = [data.batch("train", next(sequences)) % setup.config.vocab_size for _ in range(MICRO_STEPS)]
-        losses.append(mean_over_ranks(contender.step([torch.from_numpy(batch).to(setup.device) for batch in batches])))
+        loss = contender.step([torch.from_numpy(batch).to(setup.device) for batch in batches])
+        losses.append(sum_over_ranks(loss) / world_size)
     return losses

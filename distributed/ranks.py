@@ -91,10 +91,10 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
     return result
 
 
-def mean_over_ranks(value: torch.Tensor) -> float:
-    """Return the mean of a scalar tensor over the ranks, and overwrite the tensor. Needs to be called on all ranks."""
+def sum_over_ranks(value: torch.Tensor) -> float:
+    """Return the sum of a scalar tensor over the ranks, and overwrite the tensor. Needs to be called on all ranks."""
     all_reduce(value)
-    return value.item() / (dist.get_world_size() if dist.is_initialized() else 1)
+    return value.item()
 
 
 def all_reduce(value: torch.Tensor) -> None:

@@ -85,7 +85,7 @@ class Checkpoints:
         self.loaded_from = ""  # path of the checkpoint from which the run resumes
         self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
         self._writer: CheckpointWriter  # set by `claim`
-        self._blocked_s: deque[float] = deque()  # on rank 0: how long `begin_save` took, for each save without a report so far
+        self._blocked_s: deque[float] = deque()  # on rank 0: how long `save` took, for each save without a report so far
 
     def load(self, init_from: str) -> dict[str, Any] | None:
         """Lock the folder, unless the run is read-only, and return the newest checkpoint in it that is not corrupt.
@@ -117,10 +117,6 @@ class Checkpoints:
         self.newest = checkpoint["iter_num"]
         return checkpoint
 
-    def restore(self, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
-        """Load the optimizer state from the checkpoint that `load` returned. See `zero.checkpoint.restore`."""
-        ckpt.restore(optimizer, checkpoint["optimizer"])
-
     def claim(self) -> None:
         """Lock the folder for this run, without the files of others: a new run renames the folder of an earlier one.
 
@@ -131,8 +127,8 @@ class Checkpoints:
         how = self._keep, self._in_background, self._newest_is_corrupt, not self.read_only
         self._writer = CheckpointWriter(self.folder, *how)
 
-    def begin_save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
-        """Write a checkpoint. `report` prints the result. See `CheckpointWriter.write`."""
+    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
+        """Write a checkpoint, see `CheckpointWriter.write`; `report` says whether this succeeded."""
         print0(f"saving checkpoint to {self.folder}")
         self.newest = values["iter_num"]
         begin = time.perf_counter()

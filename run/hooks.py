@@ -77,7 +77,7 @@ class Run:
         with exit_on_wrong_input(), self.progress.task(description):
             yield
 
-    def watch(
+    def attach(
         self,
         raw_model: GPT,
         model: torch.nn.Module,
@@ -86,18 +86,19 @@ class Run:
         autocast: AbstractContextManager[Any],
         data: Dataset,
     ) -> None:
-        """Make the watchers. Call when the model and its optimizer exist."""
+        """Begin to watch what train.py has made, and claim `out_dir`. Call when the model and its optimizer exist."""
         config, state, world_size = self.config, self.state, self.launch.world_size
         flags = Flags.of(config)
         self.raw_model, self.model, self.optimizer = raw_model, model, optimizer
         print0(describe(optimizer, without_effect(flags, world_size)))
         self.first_iter = state.iter_num
         will_train = not config["eval_only"] and state.iter_num <= config["max_iters"]
+        with self.stage("starting the samples"):
+            interval = config["sample_interval"] if will_train else 0
+            self.sampler = Sampler(interval, raw_model, data.meta, autocast, config["seed"])
         with self.stage("starting the log"):
             of_machine = environment(self.device)  # needs all ranks, as the next line does, so they come first
             self.checkpoints.claim()
-            interval = config["sample_interval"] if will_train else 0
-            self.sampler = Sampler(interval, raw_model, data.meta, autocast, config["seed"])
             facts = {
                 "implementation": flags.implementation(world_size),
                 "world_size": world_size,
@@ -136,9 +137,8 @@ class Run:
     def agree(self) -> None:
         """Call first in an iteration: all ranks agree on `must_save` and `must_stop`. A signal or a failure on one counts."""
         is_end = self.state.iter_num > self.config["max_iters"] and not self.guard.consecutive
-        must_fail = self.checkpoints.report(self.log) or self.guard.failed
-        due = Action.FAIL if must_fail else self.checkpoints.action_due(self.state.iter_num, is_end)
-        self._action = self.signals.agree(due)
+        failed = self.checkpoints.report(self.log) or self.guard.failed
+        self._action = self.signals.agree(Action.FAIL if failed else self.checkpoints.action_due(self.state.iter_num, is_end))
         position.begin_iteration(self.state.iter_num)
 
     @property
@@ -173,10 +173,10 @@ class Run:
             self.meter.log_iteration(ended)
         self.guard.report(ended.number, ended.figures)
 
-    def before_update(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Call when the gradients of this iteration are clipped. All weights have arrived; the update will overwrite them.
+    def skip_if_not_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Make the update of this iteration do nothing if one of these scalars is inf or nan on any rank.
 
-        `loss` and `grad_norm` are scalars of this rank and of all ranks together.
+        `loss` is of this rank, `grad_norm` of all ranks together. Call when the gradients are clipped.
         """
         if self.state.iter_num == self.first_iter:
             with exit_on_wrong_input():
@@ -232,12 +232,11 @@ class Run:
         self._action = max(self._action, due)
 
     def save(self, values: dict[str, Any]) -> None:
-        """Write a checkpoint, see `zero.checkpoint.CheckpointWriter.write`, unless the guard says that the run has failed."""
-        self.guard.report(self.state.iter_num - 1)
-        if self.guard.failed:
-            return
-        with self.progress.task("saving the checkpoint"):
-            self.checkpoints.begin_save(self.raw_model, self.optimizer, values)
+        """Write a checkpoint with these values and the state of the run, unless the guard says that the run has failed."""
+        with self.untimed("saving the checkpoint"), self.progress.task("saving the checkpoint"):
+            self.guard.report(self.state.iter_num - 1)
+            if not self.guard.failed:
+                self.checkpoints.save(self.raw_model, self.optimizer, {**values, **vars(self.state)})
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -216,8 +216,8 @@ def error_in_iteration(iteration):
 def reads_as_from_a_gpu(fault=None):
     """The figures of an iteration are read when the next forward is under way, perhaps with another fault."""
 
-    @around("run.hooks:Run.watch")
-    def watch(original, self, *args):
+    @around("run.hooks:Run.attach")
+    def attach(original, self, *args):
         original(self, *args)
         self._reads_later = True
 

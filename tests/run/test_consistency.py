@@ -81,7 +81,7 @@ def printed_commands():
             line = re.sub(r"\$([A-Z]+)", lambda match, known=variables: known[match[1]], line)
             ranks = int((re.search(r"--nproc[_-]per[_-]node=(\d+)", launcher) or ["", 1])[1])
             machines = [int(number) for number in (re.search(r"--nnodes=([\d:]+)", launcher) or ["", "1"])[1].split(":")]
-            yield [ranks * number for number in range(machines[0], machines[-1] + 1)], line.split("  ")[0].split()
+            yield [ranks * number for number in range(machines[0], machines[-1] + 1)], re.split("  | &&", line)[0].split()
 
 
 def test_the_ranks_of_every_printed_command_can_share_its_batch(capsys):

@@ -116,7 +116,7 @@ def test_when_the_end_is_saved(tmp_path, always):
     assert checkpoints.action_due(5, is_end=False) == Action.CONTINUE
     assert checkpoints.action_due(5, is_end=True) == Action.SAVE, "a run without a checkpoint"
     model = torch.nn.Linear(2, 2)
-    checkpoints.begin_save(model, torch.optim.AdamW(model.parameters()), {"iter_num": 5})
+    checkpoints.save(model, torch.optim.AdamW(model.parameters()), {"iter_num": 5})
     assert checkpoints.action_due(5, is_end=True) == Action.CONTINUE, "just saved"
     assert checkpoints.action_due(6, is_end=True) == (Action.SAVE if always else Action.CONTINUE)
 

@@ -27,8 +27,7 @@ from charts.runs import picture, sections
 from charts.style import save
 from distributed.exits import exit_on_wrong_input
 from run import out_folder
-from run.logger import FACTS
-from run.sinks import METRICS_FILE, event_of
+from run.logger import FACTS, METRICS_FILE, event_of
 from zero.checkpoint.files import atomic_write
 
 

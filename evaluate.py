@@ -35,11 +35,11 @@ from distributed.ranks import on_rank_0, print0, start
 from model import GPT
 from run import report
 from run.checkpoints import load_newest
-from run.logger import FACTS
+from run.logger import FACTS, MetricsFile
 from run.metrics import METRICS
 from run.progress import Progress
 from run.rank_checks import check_vocabulary, compare_model_and_data, compare_settings
-from run.sinks import MetricsFile, WandbRun
+from run.wandb_run import WandbRun
 from zero.host_comm import gather_objects
 
 # -----------------------------------------------------------------------------

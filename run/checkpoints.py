@@ -132,8 +132,7 @@ class Checkpoints:
         print0(f"saving checkpoint to {self.folder}")
         self.newest = values["iter_num"]
         begin = time.perf_counter()
-        with position.at("saving the checkpoint", patient=True):
-            self._writer.write(model, optimizer, values)
+        self._writer.write(model, optimizer, values)
         if is_rank_0():
             self._blocked_s.append(time.perf_counter() - begin)
 

@@ -155,7 +155,7 @@ class Run:
     def begin_step(self) -> None:
         """Call when the learning rate is set, and an evaluation is over. Draws random numbers."""
         if self.sampler.is_due(self.state.iter_num):
-            with self.untimed("sampling"):
+            with self.untimed("sampling", patient=True):
                 self.sampler.write(self.state.iter_num, self.log)
         self.meter.begin_iteration(self.state.iter_num, self._is_logged())
 
@@ -206,11 +206,11 @@ class Run:
     # -- evaluations and checkpoints -----------------------------------------------------------------------------------
 
     @contextmanager
-    def untimed(self, doing: str) -> Iterator[None]:
-        """Run what does not count as time of an iteration."""
+    def untimed(self, doing: str, patient: bool = False) -> Iterator[None]:
+        """Run what does not count as time of an iteration. `patient`: it may take longer than the timeout."""
         self.read_figures()
         self._untimed_from = time.perf_counter()
-        with position.at(doing):
+        with position.at(doing, patient):
             yield
         self.meter.restart()
 
@@ -233,7 +233,7 @@ class Run:
 
     def save(self, values: dict[str, Any]) -> None:
         """Write a checkpoint with these values and the state of the run, unless the guard says that the run has failed."""
-        with self.untimed("saving the checkpoint"), self.progress.task("saving the checkpoint"):
+        with self.untimed("saving the checkpoint", patient=True), self.progress.task("saving the checkpoint"):
             self.guard.report(self.state.iter_num - 1)
             if not self.guard.failed:
                 self.checkpoints.save(self.raw_model, self.optimizer, {**values, **vars(self.state)})

@@ -11,8 +11,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from distributed.ranks import print0
-from run.logger import FACTS
-from run.sinks import METRICS_FILE
+from run.logger import FACTS, METRICS_FILE
 from zero.checkpoint import store
 
 NAME = "run.lock"
@@ -46,7 +45,7 @@ def take(folder: str) -> TextIO:
     path = os.path.realpath(folder)  # a link to a folder that was renamed stays
     try:
         os.makedirs(path, exist_ok=True)
-        file = open(os.path.join(path, NAME), "a+")  # noqa: SIM115 - as long as the run lasts
+        file = open(os.path.join(path, NAME), "a+")
         if not _lock(file):
             time.sleep(0.2)  # `is_held` takes the lock for a moment; another run may not have written its text yet
             if not _lock(file):

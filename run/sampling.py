@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from data.vocabulary import DataError, load_codec
-from distributed.watchdog import position
 from model import GPT
 from run.logger import Logger
 
@@ -51,7 +50,7 @@ class Sampler:
         prompt = torch.tensor([self._prompt], device=self._model.lm_head.weight.device)  # (1, 1)
         self._model.eval()
         # eager: the model would be recompiled for every length
-        with position.at("sampling", patient=True), self._autocast, torch.compiler.set_stance("force_eager"):
+        with self._autocast, torch.compiler.set_stance("force_eager"):
             tokens = self._model.generate(prompt, TOKENS, TEMPERATURE, TOP_K, self._codec.tokens)
         self._model.train()
         text = self._codec.decode(tokens[0, len(self._prompt) :].tolist())

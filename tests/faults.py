@@ -303,7 +303,7 @@ def small_files(nbytes):
 def kill_wandb():
     """Kill wandb's process in iteration 10."""
 
-    @around("run.sinks:WandbRun.log")
+    @around("run.wandb_run:WandbRun.log")
     def log(original, self, event):
         if event["iter"] == 10 and "iter/loss" in event:
             process = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True).stdout

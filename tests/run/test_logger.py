@@ -9,7 +9,7 @@ import pytest
 
 from run import logger
 from run.logger import Logger
-from run.sinks import WandbRun
+from run.wandb_run import WandbRun
 
 CONFIG = {"wandb_log": False, "implementation": "sharded", "eval_interval": 5}
 

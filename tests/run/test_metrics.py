@@ -80,7 +80,7 @@ def test_a_figure_that_is_always_zero_is_not_logged(events, data, tmp_path):
         zeros = {key for key, found in values.items() if not any(found) and f"{key.removesuffix('_rank')}_min" not in values}
         assert zeros <= ends_at_zero, name
     arguments = f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=2", "--eval_interval=100", FEW
-    run("train.py", *SETTINGS, *arguments, before=partial(faults.takes_longer, "run.sinks:MetricsFile.log", 0.1)).succeeded()
+    run("train.py", *SETTINGS, *arguments, before=partial(faults.takes_longer, "run.logger:MetricsFile.log", 0.1)).succeeded()
     keys = set().union(*events_of(tmp_path))
     assert not {key for key in keys if re.match(r"comm/|time/(slowest|rank)|iter/loss_max|memory/.*_(min|rank)$", key)}
     assert "memory/peak_mb" in keys

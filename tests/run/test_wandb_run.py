@@ -1,4 +1,4 @@
-"""run/sinks.py: wandb has every figure of metrics.jsonl, one run per job, and never ends a run."""
+"""run/wandb_run.py: wandb has every figure of metrics.jsonl, one run per job, and never ends a run."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from wandb_server import serving
 
 from run.logger import Logger
 from run.metrics import METRICS
-from run.sinks import WandbRun
+from run.wandb_run import WandbRun
 
 CONFIG = {"wandb_log": True, "wandb_project": "p", "wandb_run_name": "n", "out_dir": "runs/out", "implementation": "sharded"}
 

@@ -1,10 +1,7 @@
-"""Where the events of a run go: `metrics.jsonl` and wandb. An event has metrics by key; "iter" is its iteration."""
+"""The run in wandb."""
 
-import json
-import math
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from typing import Any
@@ -13,88 +10,7 @@ from distributed.ranks import print0
 from run.metrics import METRICS
 from zero.host_comm import is_rank_0
 
-METRICS_FILE = "metrics.jsonl"  # in out_dir
 _FINISH_S = 60.0  # how long the end of a run waits for wandb
-
-
-class MetricsFile:
-    """`metrics.jsonl`: one JSON object per event. A run that resumes keeps what was written before its iteration.
-
-    Args:
-        folder: created if it is missing.
-        resume_at: iteration at which the run continues. None: `rewind` empties the file.
-        evaluates: the run evaluates at this iteration, perhaps for the second time.
-
-    Raises OSError if the folder cannot be created, or the file cannot be read or written.
-    """
-
-    def __init__(self, folder: str, resume_at: int | None, evaluates: bool) -> None:
-        os.makedirs(folder, exist_ok=True)
-        self.folder, self._path = folder, os.path.join(folder, METRICS_FILE)
-        self._resume_at, self._evaluates = resume_at, evaluates
-        self._file = open(self._path, "ab", buffering=0)
-        self._end, self.late = 0, list[bytes]()  # `rewind` keeps so many bytes, and these later lines
-        self._warned = False
-
-    def kept(self) -> Iterator[dict[str, Any]]:
-        """Yield the events that stay in the file.
-
-        These are the lines before the first one that is incomplete (of a killed run) or of iteration `resume_at` or later. Two
-        kinds of later lines stay: those about checkpoints up to `resume_at`, which are written when the checkpoint is on the
-        disk, and the evaluation at `resume_at` if it is not repeated.
-        """
-        self._end, self.late, iteration, found = 0, [], self._resume_at, False
-        if iteration is None:
-            return
-        with open(self._path, "rb") as file:
-            for line in file:
-                event, is_whole = event_of(line), line.endswith(b"\n")
-                found = found or event["iter"] >= iteration or not is_whole
-                is_checkpoint = any(key.startswith("checkpoint/") for key in event)
-                is_evaluation = "val/loss" in event and event["iter"] == iteration and not self._evaluates
-                is_late = is_whole and event["iter"] <= iteration and (is_checkpoint or is_evaluation)
-                if not found:
-                    self._end += len(line)
-                elif is_late:
-                    self.late.append(line)
-                if event["iter"] >= 0 and (is_late or not found):
-                    yield event
-
-    def rewind(self) -> None:
-        """Truncate the file to what `kept` has yielded. It has whole lines before and after this, even if the disk is full."""
-        self._file.truncate(self._end)
-        self._file.seek(0, os.SEEK_END)
-        self._file.write(b"".join(self.late))
-
-    def log(self, event: dict[str, Any]) -> None:
-        """Append an event, with null for numbers that are not finite. If the disk is full, warn once and continue."""
-        values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in event.items()}
-        line, begin = json.dumps(values, allow_nan=False).encode() + b"\n", self._file.seek(0, os.SEEK_END)
-        try:
-            if self._file.write(line) < len(line):
-                raise OSError("the disk is full")
-            self._warned = False
-        except OSError as error:
-            self._file.truncate(begin)  # remove the incomplete line
-            if not self._warned:
-                print0(f"WARNING: figures are missing from {self._file.name}: {error}")
-            self._warned = True
-
-
-def event_of(line: bytes) -> dict[str, Any]:
-    """Return the event of a line, whose "iter" is an integer. That of a line which is not from this program is -1."""
-    try:
-        event = json.loads(line)
-        return {key: value for key, value in event.items() if _fits(key, value)} | {"iter": int(event["iter"])}
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return {"iter": -1}
-
-
-def _fits(key: str, value: Any) -> bool:
-    """Return whether a value can be that of a metric: a finite number or nothing, or if it is none of our numbers, a text."""
-    if isinstance(value, str):
-        return key not in METRICS or METRICS[key].unit == "text"
-    return value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)
 
 
 def while_it_works(method: Callable[..., None]) -> Callable[..., None]:

@@ -93,11 +93,11 @@ class Run:
         print0(describe(optimizer, without_effect(flags, world_size)))
         self.first_iter = state.iter_num
         will_train = not config["eval_only"] and state.iter_num <= config["max_iters"]
-        with self.stage("starting the samples"):
+        with self.stage("reading the vocabulary"):
+            bytes_per_token = data.bytes_per_token("val") if self.launch.rank == 0 else None
             interval = config["sample_interval"] if will_train else 0
             self.sampler = Sampler(interval, raw_model, data.meta, autocast, config["seed"])
         with self.stage("starting the log"):
-            of_machine = environment(self.device)  # needs all ranks, as the next line does, so they come first
             self.checkpoints.claim()
             facts = {
                 "implementation": flags.implementation(world_size),
@@ -105,9 +105,9 @@ class Run:
                 "micro_steps": self.micro_steps,
                 "parameters": raw_model.num_params(),
                 "train_tokens": len(data.tokens["train"]),
-                "val_bytes_per_token": data.bytes_per_token("val") if self.launch.rank == 0 else None,
+                "val_bytes_per_token": bytes_per_token,
                 "dtype": self.dtype,
-                **of_machine,
+                **environment(self.device),
                 **{key: value for key, value in asdict(raw_model.config).items() if key in config},  # perhaps the checkpoint's
             }
             resume_at = state.iter_num if self.checkpoints.loaded_from else None

@@ -35,7 +35,7 @@ def test_sample(data, trained, tmp_path):
     assert before.stdout == process.stdout
     assert "WARNING: " in before.stderr
     _, _, printed = train(tmp_path, data, "--max_iters=0")
-    assert f"note: out_dir={tmp_path} held another run; its checkpoints and logs, 5 files and folders, are now in" in printed
+    assert f"note: out_dir={tmp_path} held another run, which is now in {tmp_path}.before-1; to continue" in printed
 
 
 def test_a_checkpoint_with_nothing_but_the_model(trained, tmp_path):

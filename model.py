@@ -1,4 +1,4 @@
-"""GPT-2 in one file. The parameter names are those of nanoGPT, so each program can load the checkpoints of the other.
+"""GPT-2; loss.py has its loss. The parameter names are those of nanoGPT, so each program can load the checkpoints of the other.
 
 The architecture is GPT-2 (Radford et al. 2019): pre-norm blocks, learned position embeddings, GELU, and an output head that
 shares its weight with the token embedding.
@@ -7,7 +7,7 @@ shares its weight with the token embedding.
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -18,6 +18,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from loss import LossInChunks, MeanLoss
+from pretrained import check_gpt2, check_names, check_tied
+
 GPT2_VOCAB_SIZE = 50257  # tokens of the released models, without padding
 # sizes of the released models, which have 1024 positions
 GPT2_SIZES = {
@@ -25,13 +28,6 @@ GPT2_SIZES = {
     "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
     "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
-}
-# entries of a config.json of transformers' GPT-2, of several years, that change no logits, beside those of generation
-WITHOUT_EFFECT = {
-    *("_attn_implementation", "_name_or_path", "_num_labels", "architectures", "attn_pdrop", "dtype", "embd_pdrop", "id2label"),
-    *("initializer_range", "label2id", "model_type", "n_ctx", "output_past", "problem_type", "resid_pdrop", "return_dict"),
-    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
-    *("task_specific_params", "torch_dtype", "transformers_version"),
 }
 WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")  # prefixes of names in a model that was wrapped or compiled
 # these weights are (in, out) in OpenAI's Conv1D and (out, in) in Linear
@@ -69,39 +65,6 @@ def check_block_size(block_size: int, longest: int, croppable: bool = True) -> N
     """Raise ValueError if a model of `longest` positions cannot train on sequences of `block_size` tokens."""
     if not 1 <= block_size <= longest or (block_size < longest and not croppable):
         raise ValueError(f"block_size={block_size} does not fit the model; use --block_size={longest}")
-
-
-def check_gpt2(name: str, config: Mapping[str, Any], defaults: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
-    """Raise ValueError unless this model computes what a config.json of transformers says.
-
-    `defaults`, `generation`: those of its GPT2Config and GenerationConfig.
-    """
-    if (kind := config.get("model_type", "gpt2")) != "gpt2":
-        raise ValueError(f"{name} is a model of type {kind}; init_from takes a GPT-2")
-    width = config.get("n_embd", defaults["n_embd"])
-    # the exact GELU and its approximation differ by 1e-3 in the logits
-    computed = {"n_inner": (None, 4 * width), "activation_function": ("gelu_new", "gelu", "gelu_pytorch_tanh")}
-    sizes = {"n_positions", "vocab_size", "n_layer", "n_head", "n_embd"}
-    for entry in config.keys() - WITHOUT_EFFECT - generation.keys() - sizes:
-        value, allowed = config[entry], computed.get(entry, (defaults.get(entry),))
-        if value not in allowed and (value or entry in defaults):  # an option that is off and unknown is none
-            remedy = f"which this model does not compute; it computes {' or '.join(map(repr, allowed))}"
-            raise ValueError(f"{name} has {entry}={value!r} in its config.json, {remedy}")
-
-
-def check_names(where: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Raise ValueError if weights are missing, or are not those of this model."""
-    for what, names in (("missing", sorted(missing)), ("unexpected", sorted(unexpected))):
-        if names:
-            raise ValueError(
-                f"{where} has {what} weights ({', '.join(names[:3])}, {len(names)} in all); it needs the weights of a GPT-2"
-            )
-
-
-def check_tied(where: str, head: torch.Tensor, wte: torch.Tensor) -> None:
-    """Raise ValueError unless the output head has the weight of the token embedding."""
-    if not head.is_meta and not torch.equal(head.contiguous().view(torch.uint8), wte.contiguous().view(torch.uint8)):
-        raise ValueError(f"{where}'s lm_head differs from its wte; only models that share this weight can be read")
 
 
 class LayerNorm(nn.LayerNorm):
@@ -161,85 +124,6 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
-
-
-class MeanLoss(nn.Module):
-    """The mean cross-entropy in nats, computed in float32, or in float64 of such logits.
-
-    Autocast alone would compute `F.cross_entropy` in float32 on a CPU, but in the dtype of the logits on a GPU. There, eager
-    nanoGPT rounds each log-probability to bfloat16 (by up to 0.2 %). Compiled nanoGPT rounds none, as here.
-    """
-
-    reduction = "mean"  # "none": the loss of each token, (batch * time,), 0 where the target is -1
-
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=self.reduction)
-
-
-def first_tokens(tokens: int, chunk: int) -> Iterable[int]:
-    """Return the number of the first token of each chunk."""
-    return range(0, tokens, chunk)
-
-
-class LossInChunks(torch.autograd.Function):
-    """The output head and the mean cross-entropy, for a chunk of the tokens at a time: the logits of all never exist.
-
-    Forward computes the gradients too, those of the sum over the tokens. Backward divides them by the number of tokens and
-    multiplies them by the incoming gradient, so float16 does not underflow. As in `F.linear` and `F.cross_entropy`, autocast
-    computes products in its dtype, and the rest in float32 (in float64, if the model is). There is no second derivative.
-
-    Args of `apply`:
-        x: inputs of the head, (tokens, n_embd).
-        weight: weight of the head, (vocab_size, n_embd).
-        targets: (tokens,) int64; -1 is ignored.
-        chunk: tokens at a time.
-        needs_grad: whether there will be a backward. `forward` cannot know: autograd is always off in it.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int, needs_grad: bool
-    ) -> torch.Tensor:
-        device = x.device.type
-        casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # autocast leaves float64 as it is
-        dtype = torch.get_autocast_dtype(device) if casts else x.dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=x.device)
-        grad_x = torch.empty_like(x) if needs_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
-
-        def add(first: int) -> None:  # a function, so that its tensors are gone before those of the next chunk
-            rows = slice(first, first + chunk)
-            inputs, wanted = x[rows].to(dtype), targets[rows]
-            log_p = (inputs @ head.t()).to(wide).log_softmax(dim=-1)  # (chunk, vocab_size)
-            total.add_(F.nll_loss(log_p, wanted, ignore_index=-1, reduction="sum"))
-            if grad_x is None or grad_weight is None:
-                return
-            ones = log_p.new_ones((len(wanted), 1))
-            grad = log_p.exp_().scatter_add_(1, wanted.clamp(min=0)[:, None], -ones).mul_(wanted.ne(-1)[:, None]).to(dtype)
-            grad_x[rows] = grad @ head
-            if dtype == wide:
-                grad_weight.addmm_(grad.t(), inputs)
-            else:  # the mean over the chunk, because the sum could be too large for float16
-                grad_weight.add_(grad.t() @ (inputs / chunk), alpha=chunk)
-
-        with torch.autocast(device, enabled=False):
-            head = weight.to(dtype) if casts else weight
-            for first in first_tokens(len(x), chunk):
-                add(first)
-        count = targets.ne(-1).sum()
-        if grad_weight is not None:
-            ctx.found = grad_x, grad_weight.to(weight.dtype), count
-        return total / count
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if ctx.found is None or torch.is_grad_enabled():  # with create_graph=True, the gradients would count as constants
-            raise RuntimeError("the loss in chunks has one backward, without create_graph; use loss_chunk=0 for a second one")
-        (grad_x, grad_weight, count), ctx.found = ctx.found, None  # they are changed in place
-        scale = grad / count.clamp(min=1)
-        return grad_x.mul_(scale), grad_weight.mul_(scale), None, None, None
 
 
 class GPT(nn.Module):

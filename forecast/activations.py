@@ -170,7 +170,7 @@ def _measure(workload: Workload, layers: int, param_dtype: str) -> Activations:
         # float16 takes as many bytes
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=workload.dtype != "float32")
         # all chunks of the loss but the last are alike: two of them, and the last one, have the peak of all
-        few_chunks = mock.patch("model.first_tokens", _some_first_tokens)
+        few_chunks = mock.patch("loss.first_tokens", _some_first_tokens)
         with few_chunks, nullcontext() if on_cpu else _imitation_of_cuda(model):
             return micro_step(model, lambda: model(tokens, tokens)[1], autocast, on_cpu)
 
@@ -231,7 +231,7 @@ def _imitation_of_cuda(model: GPT) -> Iterator[None]:
 
 
 class _CompiledLoss(torch.autograd.Function):
-    """What lives while a compiled `model.MeanLoss` runs: it keeps the logits, and computes each log-probability twice."""
+    """What lives while a compiled `loss.MeanLoss` runs: it keeps the logits, and computes each log-probability twice."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

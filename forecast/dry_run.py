@@ -21,7 +21,6 @@ from zero.flags import Flags
 from zero.held_bytes import held_bytes
 from zero.host_comm import SimulatedGroup
 from zero.layout import ParameterSpec
-from zero.muon.matrices import iteration_flops
 from zero.optimizer import ShardedOptimizer
 from zero.options import Options
 from zero.tensors import piece_numel
@@ -184,7 +183,7 @@ def dry_run(
             sent = dict(rank.optimizer.comm.sent_bytes)
             rank.iteration(micro_steps)
     exchange, own = rank.optimizer._update.exchange, rank.optimizer.comm.shard_rank
-    matrices = [] if exchange is None else list(zip(exchange.plan.matrices, exchange.plan.owners, strict=True))
+    matrices = exchange.matrices if exchange else []
     return {
         "points": rank.points,
         "moments": rank.moments,
@@ -192,8 +191,8 @@ def dry_run(
         "sent": sent,
         "largest_buckets": rank.largest_buckets,
         "least_exposed": 1 / len(rank.optimizer.placed.buckets),
-        "newton_schulz": sum(iteration_flops(matrix.shape) for matrix, owner in matrices if owner == own),
-        "matrix_rounds": 0 if exchange is None else max(exchange.plan.rounds) + 1,
+        "newton_schulz": sum(matrix.cost for matrix in matrices if matrix.owner == own),
+        "matrix_rounds": max((matrix.round for matrix in matrices), default=-1) + 1,
     }
 
 

@@ -131,7 +131,9 @@ def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
 
         return activations.predict(workload, param_dtype)
 
-    return Activations(*_kept(f"{workload} {param_dtype} {_version('forecast/activations.py', 'model.py')}", predict))
+    return Activations(
+        *_kept(f"{workload} {param_dtype} {_version('forecast/activations.py', 'model.py', 'loss.py')}", predict)
+    )
 
 
 def _kept(key: str, make: Callable[[], Any]) -> Any:

@@ -64,7 +64,7 @@ class Memory:
         plan, on_cpu = _plan_of(part), workload.device_type == "cpu"
         activations = _activations(workload, "bfloat16" if plan.has_masters else "float32") if is_rank_0() else Activations()
         frozen = sum(param.nbytes for param in set(model.parameters()) - set(parameters(optimizer)))
-        flags, inner = _flags_of(optimizer, shard_gradients), (type(part.inner), getattr(optimizer, "arguments", {}))
+        flags, inner = _flags_of(optimizer, shard_gradients), (type(part.inner), dict[str, Any]())
         how: dict[str, Any] = {"world_size": launch.world_size, "micro_steps": micro_steps, "frozen": frozen}
         how |= {"distributed": launch.distributed, "on_cpu": on_cpu}
         self.forecast = Forecast(predicted(plan.params, flags, inner, **how), activations, on_cpu)
@@ -188,7 +188,7 @@ def _logged(which: str, by_purpose: dict[str, int]) -> dict[str, float]:
 def _flags_of(optimizer: torch.optim.Optimizer, shard_gradients: bool) -> Flags:
     """Return the flags that choose an optimizer."""
     if isinstance(optimizer, ShardedOptimizer):
-        return Flags(**vars(optimizer.options), shard_gradients=shard_gradients)
+        return Flags(**{**vars(optimizer.options), "shard_gradients": shard_gradients})
     return Flags(zero1_impl="torch", use_zero1=isinstance(optimizer, ZeroRedundancyOptimizer))
 
 

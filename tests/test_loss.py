@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, GPTConfig, LossInChunks
+from loss import LossInChunks
+from model import GPT, GPTConfig
 
 SIZES = GPTConfig(block_size=32, vocab_size=61, n_layer=2, n_head=2, n_embd=32)
 AUTOCAST = {dtype: torch.autocast("cpu", dtype) for dtype in (torch.bfloat16, torch.float16)}

@@ -1,6 +1,6 @@
 """The tensors of a plan: flat buffers that hold the parameters, buckets with this rank's slices of them, all in a Placement."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -103,7 +103,7 @@ class Bucket:
         return [shaped(part, owned.local) for part, owned in zip(cut(shard, self.own_cuts), self.owned, strict=True)]
 
     @property
-    def updated(self) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
         """The tensor that the inner optimizer updates through views, in the shape of `shard`."""
         return self.shard if self.masters is None else self.masters.values
 
@@ -121,7 +121,7 @@ class Bucket:
 
     def _follow_masters(self) -> None:
         if isinstance(self.masters, Remainders):
-            for owned, values in zip(self.owned, self.views(self.updated), strict=True):
+            for owned, values in zip(self.owned, self.views(self.values), strict=True):
                 owned.local.data = values
 
 
@@ -130,7 +130,9 @@ class Placement:
     """The parameters of a ShardedOptimizer in their places. It owns this, and hands it to the parts that work on buckets."""
 
     comm: Communicator
-    plan: Plan
+    registration_order: Sequence[torch.nn.Parameter] = ()  # that of `model.parameters()`, if known
+    device: torch.device | None = None  # where the parameters will be; None: where they are
+    plan: Plan = field(default_factory=lambda: Plan((), 1))  # of the parameters that have a place
     groups: list[list[torch.nn.Parameter]] = field(default_factory=list)  # as they were laid out
     frozen: list[torch.nn.Parameter] = field(default_factory=list)  # the parameters that are in no buffer
     buffers: list[FlatBuffer] = field(default_factory=list)
@@ -185,7 +187,7 @@ def allocate(
         for padding in torch.split_with_sizes(whole_bucket, bucket.cuts)[::2]:
             padding.zero_()
         for index, start, stop, offset in layout.placed_in(own):
-            param, local = params[index], bucket.updated[offset : offset + stop - start]
+            param, local = params[index], bucket.values[offset : offset + stop - start]
             if param.numel() == 1:  # then any state of it has one shape
                 local = shaped(local, param)
             local = torch.nn.Parameter(local)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from zero.gradients import float32_norms
 from zero.host_comm import on_all_ranks
 from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer
-from zero.options import Options
 from zero.sharded_state import parameters
 
 
@@ -62,8 +60,8 @@ def build(
         for tensor in (*model.parameters(), *model.buffers()):  # ShardedOptimizer moves the trainable parameters
             if not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
                 tensor.data = tensor.data.to(device)
-        arguments |= {option.name: getattr(flags, option.name) for option in fields(Options)}
-        sharded = ShardedOptimizer(groups, optimizer_cls, registration_order=model.parameters(), device=device, **arguments)
+        arguments |= {"registration_order": model.parameters(), "device": device, "options": flags}
+        sharded = ShardedOptimizer(groups, optimizer_cls, **arguments)
         wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap)
         return wrapped, sharded
     model.to(device)

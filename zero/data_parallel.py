@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero.checks import check_all_managed, check_values, check_wrapping
-from zero.host_comm import MESSAGE_BYTES, check_same_on_all_ranks, cpu_group, on_all_ranks
+from zero.checks import KNOWN, check_all_managed, check_values, check_wrapping
+from zero.host_comm import MESSAGE_BYTES, check_same_on_all_ranks, extremes, on_all_ranks
 from zero.optimizer import ShardedOptimizer
 from zero.reducer import Reducer, check_not_wrapped
 from zero.tensors import distinct_elements, properties
@@ -73,13 +73,13 @@ class ShardedDataParallel(nn.Module):
         if self._placed.plan.param_dtype is not None:
             module.to(self._placed.plan.param_dtype)
         self._broadcast_unsharded()
-        self.reducer = optimizer.source = Reducer(self)
+        self.reducer = optimizer.source = Reducer(self, self._placed, reuse=type(optimizer.inner) in KNOWN)
         overlaps = units and not optimizer.comm.is_alone
         if self._placed.plan.has_masters or overlaps:
             for part in module.modules():
                 part.register_state_dict_pre_hook(_Hook(lambda *_: optimizer.synchronize()))
                 part.register_load_state_dict_pre_hook(_Hook(self._before_loading))
-                part.register_load_state_dict_post_hook(_Hook(lambda of, _: self._placed.expect_versions(self._loaded.pop(of))))
+                part.register_load_state_dict_post_hook(_Hook(self._after_loading))
         if overlaps:
             self._install_waits(units)
 
@@ -179,15 +179,16 @@ class ShardedDataParallel(nn.Module):
                 self._loaded[module].append(param)
                 state_dict[prefix + name] = param.detach()  # as it was rounded; torch has made its own copy of the dict
 
+    def _after_loading(self, module: nn.Module, _: Any) -> None:
+        self._placed.expect_versions(self._loaded.pop(module))
+
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
         """Broadcast the buffers of rank 0, as DistributedDataParallel does. Autograd does not record the write."""
         buffers = dict(self.module.named_buffers())
         own = crc32(repr([(name, properties(buffer)) for name, buffer in buffers.items()]).encode())
-        extremes = torch.tensor([own, -own], device="cpu")
-        if self.optimizer.comm.world_size > 1:
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=cpu_group(self.optimizer.comm.group))
-        if extremes[0] != -extremes[1]:
+        ((least, largest),) = extremes([own], self.optimizer.comm.group)
+        if least != largest:
             raise RuntimeError(
                 "the names, shapes or dtypes of the buffers differ between the ranks, because a forward has registered or "
                 "resized some; do so on all ranks, or use broadcast_buffers=False"

@@ -2,7 +2,6 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from zero.buckets import Bucket, Placement
 from zero.checks import SPARSE
-from zero.host_comm import cpu_group
+from zero.host_comm import cpu_group, extremes
 from zero.tensors import flattened, name_of, shaped
 
 COMPARED_STEPS = 2  # the first ones
@@ -27,11 +26,15 @@ class GradientSource(ABC):
         """Raise RuntimeError if no step can be made now. Called when a step begins."""
 
     @abstractmethod
-    def collect(self) -> Iterator[Bucket]:
-        """Yield each bucket when each of its owned slices has its mean gradient or None, in `OwnedSlice.local.grad`."""
+    def begin_collecting(self) -> None:
+        """Start what all buckets need. Raise RuntimeError if gradients were not sent, or dropped in part."""
 
     @abstractmethod
-    def updated(self) -> list[torch.nn.Parameter]:
+    def collect(self, bucket: Bucket) -> None:
+        """Give each owned slice of a bucket its mean gradient or None, in `OwnedSlice.local.grad`. Twice is as once."""
+
+    @abstractmethod
+    def with_gradient(self) -> list[torch.nn.Parameter]:
         """Return the parameters that have a gradient on any rank. The current step changes these parameters."""
 
     @abstractmethod
@@ -75,29 +78,28 @@ class ParameterGradients(GradientSource):
     def _compare(self, params: list[torch.nn.Parameter]) -> None:
         """Raise RuntimeError on all ranks if the norm of a gradient differs between them. Waits for a GPU."""
         norms = [norm.item() for param in params for norm in float32_norms([param.grad])]  # type: ignore[list-item]
-        rows = [[norm, -norm] if math.isfinite(norm) else [0.0, 0.0] for norm in norms] or [[0.0, 0.0]]
-        extremes = torch.tensor(rows, dtype=torch.float64, device="cpu")
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=cpu_group(self._placed.comm.group))
-        for param, (largest, less) in zip(params, extremes.tolist(), strict=False):
-            if largest + less > TOLERANCE * largest:
-                what = f"the gradient of {name_of(param, self._placed.names)} has norm {-less:.4g} on one rank"
+        finite = [norm if math.isfinite(norm) else 0.0 for norm in norms]
+        for param, (least, largest) in zip(params, extremes(finite, self._placed.comm.group), strict=True):
+            if largest - least > TOLERANCE * largest:
+                what = f"the gradient of {name_of(param, self._placed.names)} has norm {least:.4g} on one rank"
                 remedy = "average the gradients over all ranks before step, or use ShardedDataParallel"
                 raise RuntimeError(f"{what} and {largest:.4g} on another; {remedy}")
 
-    def collect(self) -> Iterator[Bucket]:
-        for bucket in self._placed.buckets:
-            for owned in bucket.owned:
-                local, gradient = owned.local, owned.param.grad
-                if gradient is None:
-                    local.grad = None
-                    continue
-                flat = flattened(gradient, owned.param)
-                own = shaped(flat[owned.start : owned.stop], local)
-                is_view = bucket.masters is None and flat.data_ptr() == gradient.data_ptr()
-                local.grad = own if is_view else own.to(local.dtype)
-            yield bucket
+    def begin_collecting(self) -> None:
+        """Do nothing: the gradients are there."""
 
-    def updated(self) -> list[torch.nn.Parameter]:
+    def collect(self, bucket: Bucket) -> None:
+        for owned in bucket.owned:
+            local, gradient = owned.local, owned.param.grad
+            if gradient is None:
+                local.grad = None
+                continue
+            flat = flattened(gradient, owned.param)
+            own = shaped(flat[owned.start : owned.stop], local)
+            is_view = bucket.masters is None and flat.data_ptr() == gradient.data_ptr()
+            local.grad = own if is_view else own.to(local.dtype)
+
+    def with_gradient(self) -> list[torch.nn.Parameter]:
         return [param for param in self._placed.params if param.grad is not None]
 
     def zero_grad(self, set_to_none: bool) -> None:

@@ -120,6 +120,14 @@ def check_same_on_all_ranks(facts: dict[str, Any], group: dist.ProcessGroup | No
     on_all_ranks(compare, group)
 
 
+def extremes(values: list[float], group: dist.ProcessGroup | None) -> list[tuple[float, float]]:
+    """Return the smallest and the largest of each number over all ranks, exact up to 2**53. Needs to be called on all ranks."""
+    both = torch.tensor([values, [-value for value in values]], dtype=torch.float64, device="cpu")
+    if values and not _is_alone(group):
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=cpu_group(group))
+    return [(-less, largest) for largest, less in both.T.tolist()]
+
+
 def send(tensor: torch.Tensor, to: int, group: dist.ProcessGroup | None) -> None:
     """Send a flat tensor to a rank, which calls `received`. Ranks are numbered as those of all processes."""
     for message in _messages(tensor):

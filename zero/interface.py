@@ -33,18 +33,18 @@ class DividedState(DividedOptimizer):
             raise ValueError(f"to={to} is not the same rank on all ranks, one of 0 to {self.comm.world_size - 1}")
         whole = consolidate(self, to)
         if self.has_state:
-            self.gathered = {ELSEWHERE: to} if whole is None else whole["state"]
+            self.consolidated = {ELSEWHERE: to} if whole is None else whole["state"]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the `state_dict()` of the unsharded optimizer, on the rank that `consolidate_state_dict` has named.
 
         On other ranks, and before the first step, the groups only. Raises RuntimeError if a step has followed that call.
         """
-        if self.has_state and self.gathered is None:
+        if self.has_state and self.consolidated is None:
             raise RuntimeError(
                 f"{_DIVIDED}; call optimizer.consolidate_state_dict() on all ranks after the last step, before this"
             )
-        whole = self.gathered or {}
+        whole = self.consolidated or {}
         if ELSEWHERE in whole:
             return {**super().state_dict(), **whole}
         dict.update(self.state, whole)  # where torch and its hooks look for it
@@ -80,24 +80,28 @@ def _check_whole(state_dict: dict[str, Any] | None) -> None:
         raise CheckpointError("this state dict has no state; on all ranks, load that of the rank with the consolidated state")
 
 
+def _for_callers_keys(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of dict that refuses parameters as keys."""
+
+    def checked(state: Any, key: Any, *args: Any) -> Any:
+        if isinstance(key, torch.Tensor):
+            slices = "read this rank's slices in optimizer.inner.state"
+            raise RuntimeError(f"{_DIVIDED}: {slices}, or all of it in state_dict() after optimizer.consolidate_state_dict()")
+        return method(state, key, *args)
+
+    return checked
+
+
 class CallersState(defaultdict):
     """The `state` of a ShardedOptimizer: what callers keep there under keys of their own. Refuses parameters as keys."""
+
+    __missing__ = _for_callers_keys(defaultdict.__missing__)
+    __contains__ = _for_callers_keys(dict.__contains__)
+    __setitem__ = _for_callers_keys(dict.__setitem__)
+    get = _for_callers_keys(dict.get)
+    pop = _for_callers_keys(dict.pop)
+    setdefault = _for_callers_keys(dict.setdefault)
 
     def __bool__(self) -> bool:
         """Return True: `torch.distributed.checkpoint.state_dict` makes a step where `state` looks empty."""
         return True
-
-    def _refuse(self, *_: Any) -> Any:
-        slices = "read this rank's slices in optimizer.inner.state"
-        raise RuntimeError(f"{_DIVIDED}: {slices}, or all of it in state_dict() after optimizer.consolidate_state_dict()")
-
-
-def _for_callers_keys(name: str) -> Callable[..., Any]:
-    def method(state: CallersState, key: Any, *args: Any) -> Any:
-        return state._refuse() if isinstance(key, torch.Tensor) else getattr(super(CallersState, state), name)(key, *args)
-
-    return method
-
-
-for _name in ("__missing__", "__contains__", "__setitem__", "get", "pop", "setdefault"):
-    setattr(CallersState, _name, _for_callers_keys(_name))

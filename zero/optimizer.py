@@ -4,6 +4,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,15 +12,14 @@ import torch
 import torch.distributed as dist
 
 from zero.buckets import Bucket, Placement
-from zero.checks import KNOWN, check_addition, check_class, check_in_place
-from zero.codecs import codec_of
+from zero.checks import check_addition, check_class, check_in_place
 from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms
 from zero.host_comm import SimulatedGroup, meet, on_all_ranks, on_any_rank
 from zero.interface import CallersState, DividedState
 from zero.masters import store_rounded
 from zero.options import Options
-from zero.placement import checked_plan, groups_of_slices, have_moved, lay_out
+from zero.placement import groups_of_slices, have_moved, lay_out
 from zero.sharded_state import Partition, hyperparameters, parameters
 from zero.stopwatch import region
 from zero.tensors import flattened
@@ -52,7 +52,8 @@ class ShardedOptimizer(DividedState):
             element, its gradient, its state, the hyperparameters of its group and the number of steps.
         device: where the parameters will be. Default: where they are. They move there one after the other.
         parameters_as_bucket_view: has no effect, parameters always are views. `overlap_with_ddp` must be False.
-        **kwargs: options, such as `bucket_mb`: the fields of `zero.options.Options`. Others are arguments of `optimizer_cls`.
+        options: the fields of `zero.options.Options`, which may also be given by name, such as `bucket_mb`.
+        **kwargs: arguments of `optimizer_cls`, or options.
 
     Raises ValueError if an argument is invalid, `optimizer_cls` cannot be divided in this way or is not declared, or the
     parameters differ between the ranks, share memory, or cannot be stored in `param_dtype`.
@@ -72,37 +73,36 @@ class ShardedOptimizer(DividedState):
         registration_order: Iterable[torch.nn.Parameter] | None = None,
         elementwise: bool = False,
         device: torch.device | None = None,
+        options: Options | None = None,
         **kwargs: Any,
     ) -> None:
-        self.options = Options.taken_from(kwargs)
+        self.options = options or Options.taken_from(kwargs)
         if overlap_with_ddp:
             raise ValueError("overlap_with_ddp=True is not supported; use zero.ShardedDataParallel, which overlaps")
         optimizer_cls = check_class(optimizer_cls, optimizer_class, elementwise)
         self.comm = Communicator(process_group, self.options)
-        self._make = partial(optimizer_cls, **kwargs)  # from groups of slices
-        self._how = self._make, self.comm, self.options, list(registration_order or ()), device
+        self._make_inner = partial(optimizer_cls, **kwargs)  # from groups of slices
+        self._new_placement = partial(Placement, self.comm, list(registration_order or ()), device)
         self.placed: Placement
         self.source: GradientSource  # ParameterGradients, or the Reducer of the ShardedDataParallel around the model
         self.overlaps = False  # whether forward waits for the all-gathers, in place of `step`
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
-        self.is_known_class = optimizer_cls in KNOWN  # then it keeps no reference to a gradient
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
         self.state = CallersState(dict)
         self._build()
 
     def _build(self) -> None:
         """Lay out the parameters where they are now, and make the optimizer of this rank's slices."""
-        self.placed = Placement(self.comm, checked_plan(self.param_groups, *self._how))
-        lay_out(self.placed, self.param_groups)
+        self.placed = self._new_placement()
+        lay_out(self.placed, self.param_groups, self._make_inner)
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self, _wait_for_gathers, self.placed.buckets)
-        self.inner = on_all_ranks(partial(self._make, groups_of_slices(self.placed, self.param_groups)), self.comm.group)
+        self.inner = on_all_ranks(partial(self._make_inner, groups_of_slices(self.placed, self.param_groups)), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
-            raise ValueError(
-                f"{type(self.inner).__name__} registers step hooks on itself, which ShardedOptimizer would not call"
-            )
-        self.has_state, self.gathered = on_any_rank(bool(self.inner.state), self.comm.group), None  # as of Adagrad
-        self._update = SliceUpdate(self.inner, self.placed, codec_of(self.options.state_dtype))
+            name = type(self.inner).__name__
+            raise ValueError(f"{name} registers step hooks on itself, which ShardedOptimizer would not call")
+        self.has_state, self.consolidated = on_any_rank(bool(self.inner.state), self.comm.group), None  # as of Adagrad
+        self._update = SliceUpdate(self.inner, self.placed)
         self.source = ParameterGradients(self.placed)
         for name in {"train", "eval"} & {*dir(self.inner)}:  # of schedule-free classes
             setattr(self, name, partial(_call_inner, self, name))
@@ -133,8 +133,7 @@ class ShardedOptimizer(DividedState):
             check = partial(check_addition, self.placed, before, not self.source.is_whole, self.inner)
             on_all_ranks(check, self.comm.group)
             on_all_ranks(partial(super().add_param_group, param_group), self.comm.group)
-            self.placed.plan = checked_plan(self.param_groups, *self._how, self.placed.plan)
-            lay_out(self.placed, self.param_groups)
+            lay_out(self.placed, self.param_groups, self._make_inner)
         except BaseException:
             self.param_groups[:] = before
             raise
@@ -155,34 +154,48 @@ class ShardedOptimizer(DividedState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._prepare()
+        self._update.check(self.param_groups)
+        self.source.check()
+
+        self.collect_gradients()  # phase 1
+        changed = self.source.with_gradient()
+        with self._writing(changed):
+            self._update.begin(changed)
+            for buckets in self._update.calls():
+                self._update.update(buckets)  # phase 2
+                self._all_gather(buckets)  # phase 3
+        return loss
+
+    def _prepare(self) -> None:
+        """Wait until every parameter is in its place with its last values. Raise RuntimeError for one that is not."""
         self.synchronize()
         self.follow_moves()
         check_in_place(self.placed, self.param_groups)
-        self.source.check()
-        self.collect_gradients()  # phase 1
-        changed = self.source.updated()
-        self._write(changed, self._update(changed))
-        return loss
 
-    def _write(self, changed: list[torch.nn.Parameter], updates: Iterator[list[Bucket]]) -> None:
-        """Let the inner optimizer write to the slices of the changed parameters, and all-gather these."""
-        self.has_state, self.gathered = True, None
+    @contextmanager
+    def _writing(self, changed: list[torch.nn.Parameter]) -> Iterator[None]:
+        """Return a context in which the inner optimizer writes to the slices of some parameters, and these are gathered."""
+        self.has_state, self.consolidated = True, None
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         try:
-            for updated in updates:  # phase 2: update the owned slices
-                for bucket in updated:  # phase 3
-                    with region(f"zero::all_gather bucket {bucket.number}"):
-                        bucket.gather = self.comm.all_gather(bucket.data)
+            yield
         except BaseException:
+            self._update.fail()
             self.synchronize()  # nothing else waits for all-gathers that have started
             raise
-        if not self.is_known_class:
-            _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # which a class may change, as a counter
+        _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # which a class may change, as a counter
         # tell autograd that the update and the all-gathers write to the memory of the parameters
         torch.autograd.graph.increment_version(changed)
         self.placed.expect_versions(changed)
         if not self.overlaps:
             self.synchronize()
+
+    def _all_gather(self, buckets: Iterable[Bucket]) -> None:
+        """Start to send the shards of some buckets to all ranks."""
+        for bucket in buckets:
+            with region(f"zero::all_gather bucket {bucket.number}"):
+                bucket.gather = self.comm.all_gather(bucket.data)
 
     def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Wait for all all-gathers, or those of `buckets`. On a GPU, the current stream waits, not the host."""
@@ -193,10 +206,11 @@ class ShardedOptimizer(DividedState):
                 bucket.gather = None
 
     def collect_gradients(self) -> None:
-        """Phase 1: give the owned slices their gradients until the next `zero_grad`. Needs to be called on all ranks."""
+        """Give the owned slices their gradients until the next `zero_grad`. Needs to be called on all ranks."""
         self.follow_moves()
-        for _ in self.source.collect():
-            pass
+        self.source.begin_collecting()
+        for bucket in self.placed.buckets:
+            self.source.collect(bucket)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as in torch.optim. The next step skips a gradient that is None, but not one that is zero."""
@@ -221,7 +235,9 @@ class ShardedOptimizer(DividedState):
         self.follow_moves()
         device = self.placed.buckets[0].data.device if self.placed.buckets else None
         norms = [torch.zeros((), dtype=torch.float32, device=device)]
-        for bucket in self.source.collect():  # meanwhile, the gradients of the next bucket are in flight
+        self.source.begin_collecting()
+        for bucket in self.placed.buckets:
+            self.source.collect(bucket)  # meanwhile, the gradients of the next bucket are in flight
             if gradients := [owned.local.grad for owned in bucket.owned if owned.local.grad is not None]:
                 norms += [norm.to(device) for norm in float32_norms(gradients, norm_type)]
         is_max = norm_type == math.inf
@@ -244,9 +260,7 @@ class ShardedOptimizer(DividedState):
     def settle(self) -> None:
         """Make the state ready to be saved or restored. Needs to be called on all ranks."""
         meet(self.comm.group)
-        self.synchronize()
-        self.follow_moves()
-        on_all_ranks(partial(check_in_place, self.placed, self.param_groups), self.comm.group)
+        on_all_ranks(self._prepare, self.comm.group)
         self.comm.pool.clear()  # frees memory for a copy
 
     @torch.no_grad()
@@ -267,14 +281,13 @@ class ShardedOptimizer(DividedState):
 @torch.no_grad()
 def _call_inner(optimizer: ShardedOptimizer, name: str) -> None:
     """Call a method of the inner optimizer, which may write to the parameters. Needs to be called on all ranks."""
-    optimizer.synchronize()
-    optimizer.follow_moves()
-    check_in_place(optimizer.placed, optimizer.param_groups)
+    optimizer._prepare()
     _copy_hyperparameters(optimizer.param_groups, optimizer.inner.param_groups)
-    wrote = optimizer._update.apply(getattr(optimizer.inner, name))
+    wrote = optimizer._update.let_write(getattr(optimizer.inner, name))
     _copy_hyperparameters(optimizer.inner.param_groups, optimizer.param_groups)
     if on_any_rank(wrote, optimizer.comm.group):
-        optimizer._write(optimizer.placed.params, iter([optimizer.placed.buckets]))
+        with optimizer._writing(optimizer.placed.params):
+            optimizer._all_gather(optimizer.placed.buckets)
 
 
 def _wait_for_gathers(buckets: list[Bucket]) -> None:

@@ -1,7 +1,6 @@
 """Moves the parameters of a ShardedOptimizer into flat buffers."""
 
 import itertools
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -16,16 +15,21 @@ from zero.layout import Plan, parameter_specs, plan
 from zero.masters import store_rounded
 from zero.muon import Muon
 from zero.muon.exchange import check_matrices
-from zero.options import Options
 from zero.sharded_state import hyperparameters
 from zero.tensors import flattened, is_dense, properties
 
 Groups = list[dict[str, Any]]  # of torch.optim
 
 
-def lay_out(placed: Placement, groups: Groups) -> None:
-    """Move parameters into those flat buffers of the plan that do not exist yet. Needs to be called on all ranks."""
-    planned, rank = placed.plan, placed.comm.shard_rank
+def lay_out(placed: Placement, groups: Groups, make_inner: partial[torch.optim.Optimizer]) -> None:
+    """Plan flat buffers for the parameters of the groups that are in none, and move them there. Call it on all ranks.
+
+    `make_inner`: a class with its arguments, which makes the optimizer of the slices from their groups.
+
+    Raises ValueError on all ranks, before anything moves, if these do not fit.
+    """
+    placed.plan = planned = _checked_plan(placed, groups, make_inner)
+    rank = placed.comm.shard_rank
     placed.groups = [list(group["params"]) for group in groups]
     params = list(itertools.chain(*placed.groups))
     placed.frozen = [param for param, spec in zip(params, planned.params, strict=True) if not spec.requires_grad]
@@ -80,21 +84,11 @@ def _move_in(buffer: FlatBuffer, number: int, comm: Communicator, slices: list[O
             owned.set_masters(part, first)
 
 
-def checked_plan(
-    groups: Groups,
-    make: partial[torch.optim.Optimizer],
-    comm: Communicator,
-    options: Options,
-    registration_order: Iterable[torch.nn.Parameter],
-    device: torch.device | None,
-    earlier: Plan | None = None,
-) -> Plan:
-    """Return the plan of all groups, with the earlier buffers. If a check fails, raise on all ranks before anything moves.
-
-    `make`: a class with its arguments, which makes the optimizer of the slices from their groups.
-    """
+def _checked_plan(placed: Placement, groups: Groups, make_inner: partial[torch.optim.Optimizer]) -> Plan:
+    """Return the plan of all groups, with the buffers that exist. If a check fails, raise on all ranks."""
+    comm, options = placed.comm, placed.comm.options
     params = list(itertools.chain(*(group["params"] for group in groups)))
-    cls: Any = make.func
+    cls: Any = make_inner.func
 
     def check() -> None:
         if not comm.is_simulated:
@@ -103,15 +97,15 @@ def checked_plan(
             check_rounding(cls, groups)
         if issubclass(cls, Muon):
             check_matrices(groups)
-        make([_of_one_element(group, device) for group in groups])
+        make_inner([_of_one_element(group, placed.device) for group in groups])
 
     on_all_ranks(check, comm.group)
     check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)
-    specs = parameter_specs(groups, registration_order, device=device)
-    for number, spec in enumerate(earlier.params if earlier else ()):
+    specs = parameter_specs(groups, placed.registration_order, device=placed.device)
+    for number, spec in enumerate(placed.plan.params):
         if spec.requires_grad:  # a parameter in a buffer stays there, also if frozen now
             specs[number] = spec
-    return plan(specs, comm.shard_size, options, earlier.buffers if earlier else ())
+    return plan(specs, comm.shard_size, options, placed.plan.buffers)
 
 
 def _of_one_element(group: dict[str, Any], device: torch.device | None) -> dict[str, Any]:

@@ -7,7 +7,6 @@ to the slices: `collect`, which `ShardedOptimizer.clip_grad_norm_` and `step` ca
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -17,12 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from zero.buckets import Bucket
+from zero.buckets import Bucket, Placement
 from zero.checks import SPARSE
 from zero.collectives import Communicator, ReduceScatterWork
 from zero.gradients import GradientSource, SentGradient
 from zero.layout import Slice
-from zero.optimizer import ShardedOptimizer
 from zero.stopwatch import region
 from zero.tensors import accumulates, cut, flattened, name_of, nearest_leaf, tensors_in
 
@@ -39,7 +37,7 @@ class BucketGradients:
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have used `buffer` or `reduction`
     reduction: ReduceScatterWork | None = None  # in flight
     # in the shape of `bucket.shard`, the mean gradient of this step, if one has arrived; in the dtype of
-    # `bucket.updated`, or if nothing has been added up, of the weights
+    # `bucket.values`, or if nothing has been added up, of the weights
     shard: torch.Tensor | None = None
     views: list[torch.Tensor] = field(default_factory=list)  # into `shard`, in the shapes of the owned slices; none without it
     # with replicas: the all-reduce of `shard` over them, in flight or done; None: `shard` has the sum over the shard group only
@@ -93,7 +91,7 @@ class BucketGradients:
             self.all_reduce = None
         self._follow_streams()
         with region(f"zero::wait_reduce_scatter bucket {self.bucket.number}"):
-            shard = self.comm.sum_of(reduction, self.shard, self.bucket.updated)
+            shard = self.comm.sum_of(reduction, self.shard, self.bucket.values)
         for stream in self.streams if len(self.streams) > 1 else ():  # one of them may reuse the memory of the bucket
             stream.wait_stream(torch.cuda.current_stream(shard.device))
         if shard is not self.shard:
@@ -137,7 +135,6 @@ class Wrapper(Protocol):
     """What the Reducer sees of the ShardedDataParallel around a model."""
 
     module: nn.Module
-    optimizer: ShardedOptimizer
     shard_gradients: bool
     require_backward_grad_sync: bool
 
@@ -150,20 +147,19 @@ class Reducer(GradientSource):
     ranks agree on which parameters have a gradient on any rank, and puts a placeholder into `param.grad` of these.
     """
 
-    def __init__(self, wrapper: Wrapper) -> None:
-        """Install hooks in the parameters of the optimizer."""
-        self._wrapper, self.optimizer, self._placed = wrapper, wrapper.optimizer, wrapper.optimizer.placed
+    def __init__(self, wrapper: Wrapper, placed: Placement, reuse: bool) -> None:
+        """Install hooks in the placed parameters. `reuse`: the memory of gradients, to which no optimizer keeps a reference."""
+        self._wrapper, self._placed, self._reuse = wrapper, placed, reuse
         self.in_backward = False  # whether a backward has begun and not ended, perhaps because it has failed
         self.params = {number: param for param, number in self._placed.number_of.items()}
         self._gradients = [BucketGradients(bucket, self._placed.comm) for bucket in self._placed.buckets]
         self._places: dict[int, list[tuple[BucketGradients, Slice]]] = {}  # of each parameter
         for gradients in self._gradients:
-            for placed in gradients.bucket.members:
-                self._places.setdefault(placed.number, []).append((gradients, placed))
+            for member in gradients.bucket.members:
+                self._places.setdefault(member.number, []).append((gradients, member))
         self._next = 0  # number of the bucket to be reduce-scattered next
         self._lock = threading.Lock()  # hooks of parameters on another device run in another thread
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
-        self._is_collected = False  # whether the slices have their gradients of this step
         # an all-reduce in flight, and what it marks: (number of parameters,) uint8, those that have a gradient on any rank
         self._agreement: tuple[list[dist.Work], torch.Tensor] | None = None
         self._sent = {number: SentGradient(param) for number, param in self.params.items()}
@@ -215,11 +211,11 @@ class Reducer(GradientSource):
     @torch.no_grad()
     def _begin_backward(self) -> None:
         self._wait_for_agreement()
-        self._follow_zero_grad()
+        self._drop_what_the_model_dropped()
         for number in self._used:
             if isinstance(self.params[number].grad, SentGradient):
                 self.params[number].grad = None
-        self.in_backward, self._is_collected = True, False
+        self.in_backward = True
         Variable._execution_engine.queue_callback(self._end_backward)
         if not self._is_sending:
             self._placed.comm.pool.clear()  # frees memory for the full gradients
@@ -229,7 +225,7 @@ class Reducer(GradientSource):
             gradients.finish_reduce_scatter()  # of the previous micro-step
             gradients.missing = {placed.number for placed in gradients.bucket.members}
 
-    def _follow_zero_grad(self) -> None:
+    def _drop_what_the_model_dropped(self) -> None:
         """Drop the gradients if the model's `zero_grad` has dropped their placeholders. Refuse if only some were dropped."""
         gone = [number for number in self._used if self.params[number].grad is None]
         if 0 < len(gone) < len(self._used):
@@ -275,7 +271,7 @@ class Reducer(GradientSource):
     def _end_backward(self) -> None:
         if self._is_sending:
             self._complete_buckets()
-            self._agree()
+            self._mark_used_on_any_rank()
         self.in_backward = False
         for number in self._used:
             if self.params[number].grad is None:  # otherwise, it has accumulated without communication
@@ -292,7 +288,7 @@ class Reducer(GradientSource):
                     gradients.missing.discard(number)
             self._send_full_buckets()  # before the next buffer is acquired
 
-    def _agree(self) -> None:
+    def _mark_used_on_any_rank(self) -> None:
         """Let the ranks agree on which parameters have a gradient on any rank. A rank with all gradients does not wait."""
         self._wait_for_agreement()  # the one of the previous micro-step
         if not self.params or self._placed.comm.world_size == 1:
@@ -332,10 +328,10 @@ class Reducer(GradientSource):
             raise RuntimeError(f"{names} require gradients, but are not the optimizer's: {how}; build it after that")
 
     @torch.no_grad()
-    def collect(self) -> Iterator[Bucket]:
+    def begin_collecting(self) -> None:
         if self.in_backward:
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
-        self._follow_zero_grad()
+        self._drop_what_the_model_dropped()
         if any(param.grad is not None and not isinstance(param.grad, SentGradient) for param in self.params.values()):
             remedy = "must run outside of no_sync(), with require_backward_grad_sync = True; gradients set by hand are not sent"
             raise RuntimeError(f"gradients of this step have not been sent: its last backward {remedy}")
@@ -345,15 +341,15 @@ class Reducer(GradientSource):
                 gradients.start_all_reduce()
         if self._wrapper.shard_gradients:
             self._placed.comm.pool.clear()
-        for gradients in self._gradients:
-            if not self._is_collected:
-                gradients.wait()
-                for owned, view in itertools.zip_longest(gradients.bucket.owned, gradients.views):
-                    owned.local.grad = view if owned.number in self._used else None
-            yield gradients.bucket
-        self._is_collected = True
 
-    def updated(self) -> list[nn.Parameter]:
+    @torch.no_grad()
+    def collect(self, bucket: Bucket) -> None:
+        gradients = self._gradients[bucket.number]
+        gradients.wait()
+        for owned, view in itertools.zip_longest(bucket.owned, gradients.views):
+            owned.local.grad = view if owned.number in self._used else None
+
+    def with_gradient(self) -> list[nn.Parameter]:
         return [self.params[number] for number in self._used]
 
     @torch.no_grad()
@@ -361,7 +357,6 @@ class Reducer(GradientSource):
         if set_to_none or self.in_backward:  # a backward has failed
             self._reset()
             return
-        self._is_collected = False
         for gradients in self._gradients:
             gradients.wait()
             if gradients.shard is not None:
@@ -378,9 +373,9 @@ class Reducer(GradientSource):
         self._wait_for_agreement()
         for gradients in self._gradients:
             gradients.wait()
-            gradients.drop(reuse=self.optimizer.is_known_class)
+            gradients.drop(self._reuse)
         self._used.clear()
-        self.in_backward = self._is_collected = False
+        self.in_backward = False
 
 
 def _wait_for_reductions(of_buckets: list[BucketGradients]) -> None:

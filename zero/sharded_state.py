@@ -51,7 +51,7 @@ class DividedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is divided among the ranks: ShardedOptimizer, as this module and checkpoints see it."""
 
     has_state: bool  # whether any rank may have state; the same on all ranks
-    gathered: dict[Any, Any] | None  # the whole state, or {ELSEWHERE: the rank that has it}; None: not gathered
+    consolidated: dict[Any, Any] | None  # the whole state, or {ELSEWHERE: the rank that has it}; None: not consolidated
 
     @abstractmethod
     def partition(self) -> Partition:

@@ -10,7 +10,7 @@ import torch
 from zero import collectives
 from zero.buckets import Bucket, OwnedSlice, Placement
 from zero.checks import KNOWN, check_rounding, rounded_state
-from zero.codecs import Codec, CodedState
+from zero.codecs import CodedState, codec_of
 from zero.gradients import float32_norms
 from zero.muon import Muon
 from zero.muon.exchange import MatrixExchange
@@ -25,11 +25,12 @@ TOGETHER = 2**24  # elements of this rank that a GPU updates in one call: 0.1 ms
 class SliceUpdate:
     """Calls `inner`, the optimizer of the `placed` slices. What it needs in float32 exists for the buckets of a call only.
 
-    `codec`: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it. A resumed run rounds in the same way.
+    A step is `begin`, then `update` for each of the `calls`. All of it needs to be called on all ranks.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, placed: Placement, codec: Codec | None) -> None:
-        self.inner, self.placed, self.buckets, self.codec = inner, placed, placed.buckets, codec
+    def __init__(self, inner: torch.optim.Optimizer, placed: Placement) -> None:
+        self.inner, self.placed, self.buckets = inner, placed, placed.buckets
+        self.codec = codec_of(placed.comm.options.state_dtype)  # a resumed run rounds in the same way
         self.exchange: MatrixExchange | None = None  # of matrices, if `inner` needs whole ones, see `zero.muon`
         self._coded: dict[torch.nn.Parameter, CodedState] = {}  # by slice
         inner.register_load_state_dict_post_hook(self._encode_loaded)
@@ -50,30 +51,31 @@ class SliceUpdate:
         for slices in together.values():
             self._coded.update(dict.fromkeys(slices, CodedState(self.codec, self.inner, slices, names)))
 
-    def __call__(self, changed: list[torch.nn.Parameter]) -> Iterator[list[Bucket]]:
-        """Update the slices that have gradients, some buckets at a time, and yield these. Needs to be called on all ranks.
-
-        The last bucket comes first. `changed`: the parameters that have a gradient on any rank.
-        """
+    def check(self, groups: list[dict[str, Any]]) -> None:
+        """Raise if no step can be made now with the hyperparameters of `groups`."""
         if self.codec is not None:
-            check_rounding(type(self.inner), self.inner.param_groups)
+            check_rounding(type(self.inner), groups)
         if self in _FAILED:
             raise RuntimeError("a step has failed while matrices were exchanged; restart the program from a checkpoint")
-        try:
-            if self.exchange is not None:
-                self.exchange.begin(changed, self._update_momenta)
-            for buckets in self._calls():
-                with region(f"zero::update bucket {buckets[0].number}" if buckets else "zero::update"):
-                    if self.exchange is not None:
-                        self.exchange.arrive(buckets, self._update_momenta)
-                    self._update(buckets)
-                yield buckets
-        except BaseException:
-            if self.exchange is not None and not self.exchange.comm.is_alone:
-                _FAILED.append(self)
-            raise
 
-    def apply(self, method: Callable[[], Any]) -> bool:
+    def begin(self, changed: list[torch.nn.Parameter]) -> None:
+        """Begin a step. `changed`: the parameters that have a gradient on any rank."""
+        if self.exchange is not None:
+            self.exchange.begin(changed, self._update_momenta)
+
+    def update(self, buckets: list[Bucket]) -> None:
+        """Update the slices of some buckets that have gradients."""
+        with region(f"zero::update bucket {buckets[0].number}" if buckets else "zero::update"):
+            if self.exchange is not None:
+                self.exchange.arrive(buckets, self._update_momenta)
+            self._step(buckets)
+
+    def fail(self) -> None:
+        """Note that a step has failed: with an exchange between ranks, no other step can be made."""
+        if self.exchange is not None and not self.exchange.comm.is_alone:
+            _FAILED.append(self)
+
+    def let_write(self, method: Callable[[], Any]) -> bool:
         """Let a method of the inner optimizer write to all slices and their state. Return whether it has changed a slice."""
         locals_ = [owned.local for bucket in self.buckets for owned in bucket.owned]
         with self._loaded(self.buckets, locals_):
@@ -81,8 +83,8 @@ class SliceUpdate:
             method()
             return before != [float32_norms([local])[0].item() for local in locals_]
 
-    def _calls(self) -> list[list[Bucket]]:
-        """Return the buckets of each call of the inner optimizer. Their order is the same on all ranks.
+    def calls(self) -> list[list[Bucket]]:
+        """Return the buckets of each call of the inner optimizer, the last bucket first: the next forward begins with it.
 
         A class from neither torch.optim nor `zero` steps once. On a GPU, small shards share a call, unless it takes memory for
         each of them, as kernels that are not fused do. A CPU sends a bucket while it updates the next one.
@@ -101,7 +103,7 @@ class SliceUpdate:
             room -= bucket.shard.numel()
         return calls
 
-    def _update(self, buckets: list[Bucket]) -> None:
+    def _step(self, buckets: list[Bucket]) -> None:
         groups = self.inner.param_groups
         everything = [group["params"] for group in groups]
         if len(buckets) < len(self.buckets) or self.exchange is not None:
@@ -114,7 +116,7 @@ class SliceUpdate:
             with self._loaded(buckets, by_element):
                 if self.exchange is not None:
                     for bucket in buckets:
-                        self.exchange.apply(bucket)
+                        self.exchange.add_directions(bucket)
                 without_hooks(type(self.inner).step)(self.inner)
         finally:
             for group, params in zip(groups, everything, strict=True):
@@ -136,9 +138,10 @@ class SliceUpdate:
 
     def _update_momenta(self, by_group: dict[int, list[torch.nn.Parameter]]) -> list[torch.Tensor]:
         """Call `Muon.update_momenta` for the slices of each group, with their state in float32."""
-        inner: Any = self.inner
+        assert isinstance(self.inner, Muon)
+        groups = self.inner.param_groups
         with self._in_float32(list(itertools.chain(*by_group.values()))):
-            each = [inner.update_momenta(locals_, inner.param_groups[index]) for index, locals_ in by_group.items()]
+            each = [self.inner.update_momenta(locals_, groups[index]) for index, locals_ in by_group.items()]
         return list(itertools.chain(*each))
 
     @contextmanager
@@ -162,7 +165,7 @@ class SliceUpdate:
                 state.encode()
 
     def _round_of(self, owned: OwnedSlice) -> int | None:
-        return None if self.exchange is None else self.exchange.round_of(owned.param)
+        return None if self.exchange is None else self.exchange.round_of(owned)
 
     def _encode_loaded(self, _: torch.optim.Optimizer) -> None:
         for state in dict.fromkeys(self._coded.values()):

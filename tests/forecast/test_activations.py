@@ -15,7 +15,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from distributed.machine import DTYPES
 from forecast.activations import LiveBytes, micro_step, predict
 from forecast.prediction import Workload
-from model import GPT, GPTConfig, first_tokens
+from loss import first_tokens
+from model import GPT, GPTConfig
 
 SIZES = GPTConfig(block_size=64, vocab_size=65, n_layer=5, n_head=4, n_embd=64, dropout=0.1)
 WIDE = replace(SIZES, vocab_size=4000, dropout=0.0)  # the tied embedding decides the end of backward

@@ -196,7 +196,7 @@ def calls():
         with mock.patch("zero.collectives.is_on_cpu", lambda _, on_cpu=on_cpu: on_cpu), mock.patch("zero.update.TOGETHER", 70):
             optimizer = ShardedOptimizer(nn.Linear(16, 20, bias=False).parameters(), **options)
             assert [bucket.shard.numel() for bucket in optimizer.placed.buckets] == [32] * 5
-            assert [len(buckets) for buckets in optimizer._update._calls()] == expected
+            assert [len(buckets) for buckets in optimizer._update.calls()] == expected
 
 
 def buckets_that_nobody_has_filled():

@@ -1,6 +1,7 @@
 """Checkpoints with the state of all ranks. The file is always complete: either the new checkpoint or the previous one.
 
     $ python -m zero.checkpoint inspect out/ckpt.pt
+    $ python -m zero.checkpoint compare out-adamw out-sharded
 
 A folder of checkpoints contains
 

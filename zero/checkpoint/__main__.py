@@ -1,16 +1,21 @@
-"""The command `inspect`."""
+"""The commands `inspect` and `compare`."""
 
 import argparse
+import math
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
-from zero.checkpoint.format import KEYS, load, verify
+from zero.checkpoint.compare import compare
+from zero.checkpoint.format import KEYS, NAME, load, verify
 from zero.checkpoint.state import CheckpointError
 
+_SHOWN = 10  # differences
 
-def _inspect(path: str) -> None:
+
+def _inspect(path: str) -> int:
     """Verify the checksums of a file, and print its content."""
     verify(path)
     checkpoint = load(path)
@@ -22,6 +27,32 @@ def _inspect(path: str) -> None:
         print(f"iteration {checkpoint['iter_num']}, best validation loss {float(checkpoint['best_val_loss']):.4f}")
     for key in ["model_args", *sorted(checkpoint.keys() - KEYS.keys() - {"manifest"})]:  # older files have one
         print(f"{key} {checkpoint[key]}")
+    return 0
+
+
+def _compare(path: str, other: str, tolerance: float) -> int:
+    """Print the differences of two checkpoints, the largest first. Return 1 if one is larger than the tolerance."""
+    found = compare(*(os.path.join(name, NAME) if os.path.isdir(name) else name for name in (path, other)))
+    of_state = sum(each.name.startswith("optimizer.") for each in found)
+    counts = f"{len(found) - of_state} weights and {of_state} entries of optimizer state"
+    different = sorted((each for each in found if not each.is_identical), key=lambda each: -each.largest)
+    if not different:
+        print(f"bit-identical: {counts}")
+        return 0
+    largest = different[0].largest
+    print(f"{len(different)} differ{'' if math.isinf(largest) else f' by at most {largest:.3g}'}, of {counts}:")
+    for each in different[:_SHOWN]:
+        print(f"  {each.why or f'{each.largest:<9.3g}'}  {each.name}")
+    if len(different) > _SHOWN:
+        print(f"  and {len(different) - _SHOWN} more")
+    return int(largest > tolerance)
+
+
+def _tolerance(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,16 +63,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command `inspect`, and return the exit code; --help and wrong arguments end the process."""
-    parser = _Parser("python -m zero.checkpoint", description="Look at a checkpoint.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="inspect")
+    """Run a command, and return the exit code; --help and wrong arguments end the process."""
+    parser = _Parser("python -m zero.checkpoint", description="Look at a checkpoint, or compare two.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="inspect | compare")
     about = "verify the checksums of a checkpoint, and say what it contains"
     command = commands.add_parser("inspect", help=about, description=about)
     command.add_argument("file", metavar="FILE", help="a checkpoint, such as out/ckpt.pt")
+    about = "compare weights and optimizer state of two checkpoints, the largest difference first"
+    exit_codes = "exit code 0, or 1 if a difference is larger than the tolerance, or 2 if a file cannot be read"
+    command = commands.add_parser("compare", help=about, description=f"{about}; {exit_codes}")
+    command.add_argument("first", metavar="A", help="a checkpoint, or a folder with a ckpt.pt; also one of nanoGPT")
+    command.add_argument("second", metavar="B", help="another one, of any implementation and number of ranks")
+    command.add_argument("--tolerance", type=_tolerance, default=0.0, help="largest absolute difference; default: 0")
     args = parser.parse_args(arguments)
     try:
-        _inspect(args.file)
-        return 0
+        return _inspect(args.file) if args.command == "inspect" else _compare(args.first, args.second, args.tolerance)
     except CheckpointError as error:
         sys.stderr.write(f"error: {error}\n")
     except OSError as error:

@@ -204,7 +204,7 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
                 group[key] = inner_group[key] = _copied(value, ours.device if isinstance(ours, torch.Tensor) else "cpu")
     part.inner.load_state_dict({"state": states, "param_groups": inner_groups})
     if isinstance(optimizer, DividedOptimizer):
-        optimizer.has_state, optimizer.gathered = bool(saved), None
+        optimizer.has_state, optimizer.consolidated = bool(saved), None
 
 
 def _outline(part: Partition, owned: OwnedSlice, own: list[Part]) -> Any:

@@ -63,12 +63,12 @@ class CheckpointWriter:
             state.hold()
         checkpoint = {**state.outline, **values} if state.outline is not None else None
         params = {f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
-        commit = partial(self._commit, checkpoint, state, params, time.perf_counter() - begin)
+        stream = partial(self._stream, checkpoint, state, params, time.perf_counter() - begin)
         if self.background:
-            self._pending = self._thread.submit(commit)
+            self._pending = self._thread.submit(stream)
             return
         try:
-            commit()
+            stream()
         finally:
             self._barrier()
 
@@ -85,7 +85,7 @@ class CheckpointWriter:
         """Return the results of the saves that have ended since the last call. Rank 0 has the results of all saves."""
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
-    def _commit(self, checkpoint: dict[str, Any] | None, state: Snapshot, params: set[str], consolidate_s: float) -> None:
+    def _stream(self, checkpoint: dict[str, Any] | None, state: Snapshot, params: set[str], consolidate_s: float) -> None:
         """Write the state as it arrives, see `store.commit`, unless a weight is not finite. Needs to be called on all ranks."""
         try:
             self._check_finite([part for part in state.own if part.name in params])

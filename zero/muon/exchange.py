@@ -3,7 +3,7 @@
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,22 +31,22 @@ class Round(NamedTuple):
 class MatrixExchange:
     """Exchanges matrices between the ranks of a shard group, round by round. Every method needs to be called on all ranks.
 
-    `zero.muon.matrices.MatrixPlan` says which matrices a round has. Slices are sent to the owners of their matrices, which
+    `zero.muon.matrices.matrix_plan` says which matrices a round has. Slices are sent to the owners of their matrices, which
     transform the matrices and send the directions back. A stage of the update works on three rounds: it transforms one, while
     the next one and the directions of the previous one are in flight.
     """
 
     def __init__(self, placed: Placement, inner: Muon) -> None:
-        self.comm, self.inner, self.number_of = placed.comm, inner, placed.number_of
-        self.plan = matrix_plan(placed.plan)  # who transforms what, and when
+        self.comm, self.inner, self._number_of = placed.comm, inner, placed.number_of
+        self.matrices = matrix_plan(placed.plan)
         self._buckets = buckets = placed.buckets
         self._specs = placed.plan.params
         offsets = [[owned.offset for owned in bucket.owned] for bucket in buckets]
         self._slice_of: dict[Part, OwnedSlice] = {}  # by part of this rank
-        for part in itertools.chain(*self.plan.parts):
+        for part in itertools.chain(*(matrix.parts for matrix in self.matrices)):
             if part.rank == self.comm.shard_rank:
                 self._slice_of[part] = buckets[part.bucket].owned[bisect_right(offsets[part.bucket], part.offset) - 1]
-        self._round_of = {matrix.param: number for matrix, number in zip(self.plan.matrices, self.plan.rounds, strict=True)}
+        self._round_of = {matrix.param: matrix.round for matrix in self.matrices}
         self._used: set[int] = set()  # numbers of the parameters with matrices that this step updates
         self._rounds: list[Round] = []  # of their matrices
         self._needed: dict[int, int] = {}  # how many stages must have ended before a bucket is updated, by its number
@@ -60,7 +60,7 @@ class MatrixExchange:
 
         `update_momenta`: returns what to send of the slices of a round.
         """
-        used = {self.number_of[param] for param in changed if self.round_of(param) is not None}
+        used = {number for number in map(self._number_of.__getitem__, changed) if number in self._round_of}
         if used and is_skipped(self.inner):
             used = set()
         if used != self._used:
@@ -76,7 +76,7 @@ class MatrixExchange:
             while self._stage < self._needed.get(bucket.number, 0):
                 self._advance(update_momenta)
 
-    def apply(self, bucket: Bucket) -> None:
+    def add_directions(self, bucket: Bucket) -> None:
         """Update the slices of a bucket with their directions, which have arrived, unless this step updates nothing."""
         by_group: dict[int, dict[torch.nn.Parameter, torch.Tensor]] = {}
         arrived, places, shapes = self._directions.pop(bucket.number, []), [], {}
@@ -91,11 +91,11 @@ class MatrixExchange:
             torch._foreach_copy_(places, [values for _, _, values in arrived])
         for index, directions in by_group.items():
             group, of_slices = self.inner.param_groups[index], [shapes[local] for local in directions]
-            self.inner.apply(list(directions), group, list(directions.values()), of_slices)
+            self.inner.add_directions(list(directions), group, list(directions.values()), of_slices)
 
-    def round_of(self, param: torch.nn.Parameter) -> int | None:
-        """Return the number of the round of a parameter in the plan; None: it does not consist of matrices."""
-        return self._round_of.get(self.number_of[param])
+    def round_of(self, owned: OwnedSlice) -> int | None:
+        """Return the number of the round of a slice in the plan; None: its parameter does not consist of matrices."""
+        return self._round_of.get(owned.number)
 
     def _use(self, used: set[int]) -> None:
         """Make the rounds that exchange some parameters."""
@@ -103,17 +103,16 @@ class MatrixExchange:
         # by round: what is sent to each rank and received from it, the device
         found: dict[int, tuple[list[list[Part]], list[list[Part]], torch.device]] = {}
         ranks, own = range(self.comm.shard_size), self.comm.shard_rank
-        of_matrices = zip(self.plan.rounds, self.plan.matrices, self.plan.owners, self.plan.parts, strict=True)
-        for number, matrix, owner, parts in sorted(of_matrices, key=itemgetter(0)):
+        for matrix in sorted(self.matrices, key=attrgetter("round")):
             if matrix.param not in used:
                 continue
-            device = self._buckets[parts[0].bucket].data.device
-            sent, received, _ = found.setdefault(number, ([[] for _ in ranks], [[] for _ in ranks], device))
-            for part in parts:
+            device = self._buckets[matrix.parts[0].bucket].data.device
+            sent, received, _ = found.setdefault(matrix.round, ([[] for _ in ranks], [[] for _ in ranks], device))
+            for part in matrix.parts:
                 self._needed[part.bucket] = len(found) + 2
                 if part.rank == own:
-                    sent[owner].append(part)
-                if owner == own:
+                    sent[matrix.owner].append(part)
+                if matrix.owner == own:
                     received[part.rank].append(part)
         self._rounds = [Round(*_joined(sent), *_joined(received), device) for sent, received, device in found.values()]
 
@@ -154,7 +153,7 @@ class MatrixExchange:
                 pieces.setdefault(part.matrix, {})[part.start] = values
             batches: dict[tuple[tuple[int, int], int], list[int]] = {}  # matrices that are transformed together
             for index in pieces:
-                matrix = self.plan.matrices[index]
+                matrix = self.matrices[index]
                 ns_steps = self.inner.param_groups[self._specs[matrix.param].group]["ns_steps"]
                 batches.setdefault((matrix.shape, ns_steps), []).append(index)
             directions: dict[int, torch.Tensor] = {}  # by matrix

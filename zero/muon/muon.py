@@ -20,8 +20,8 @@ class Muon(torch.optim.AdamW):
     torch.optim.Muon does, the learning rate is multiplied by 0.2 * sqrt(max(rows, columns)): an element then changes about as
     much as with AdamW, and both can have the same learning rate and weight decay (https://arxiv.org/abs/2502.16982).
 
-    Only the second of its three parts needs a matrix whole. A ShardedOptimizer calls `update_momenta` and `apply` for lists of
-    slices, `directions` for matrices of the same shape on the rank that owns them, and `step` for the other groups.
+    Only the second of its three parts needs a matrix whole. A ShardedOptimizer calls `update_momenta` and `add_directions` for
+    lists of slices, `directions` for matrices of the same shape on the rank that owns them, and `step` for the other groups.
 
     Args:
         params: parameter groups. A group with the entry "matrices": 1 has parameters with two dimensions. With k > 1, each of
@@ -94,7 +94,7 @@ class Muon(torch.optim.AdamW):
         for param, group in updated if updated and not is_skipped(self) else ():
             shape = stacked(param.shape, group["matrices"])
             matrices = self.update_momenta([param], group)[0].to(self.matrix_dtype).reshape(-1, *shape)
-            self.apply([param], group, [self.directions(matrices, group["ns_steps"]).reshape(param.shape)], [shape])
+            self.add_directions([param], group, [self.directions(matrices, group["ns_steps"]).reshape(param.shape)], [shape])
         try:
             for group, _ in of_matrices:
                 group["params"] = []
@@ -120,7 +120,7 @@ class Muon(torch.optim.AdamW):
         """Return the directions of the update of matrices, (number, rows, columns), in the same shape and dtype."""
         return orthogonalized(matrices, ns_steps)
 
-    def apply(
+    def add_directions(
         self,
         locals_: list[torch.nn.Parameter],
         group: dict[str, Any],
@@ -152,6 +152,6 @@ def orthogonalized(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     return x.mT if is_tall else x
 
 
-def is_skipped(optimizer: Any) -> bool:
+def is_skipped(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `found_inf`, a flag of AdamW's fused kernel, says that a step changes nothing. Waits for a GPU."""
     return bool(getattr(optimizer, "found_inf", None))

@@ -1,4 +1,4 @@
-"""zero/checkpoint/__main__.py: the command `inspect`, and its exit codes."""
+"""zero/checkpoint/__main__.py: the command `inspect`, and its exit codes. `compare` is in test_compare.py."""
 
 import re
 
@@ -31,7 +31,9 @@ def test_inspect(tmp_path, capsys):
         assert reason in errors
 
 
-@pytest.mark.parametrize(("line", "part"), [("--help", "inspect"), ("inspect --help", "FILE")])
+@pytest.mark.parametrize(
+    ("line", "part"), [("--help", "compare"), ("inspect --help", "FILE"), ("compare --help", "--tolerance")]
+)
 def test_help_is_no_error(line, part, capsys):
     with pytest.raises(SystemExit) as end:
         main(line.split())
@@ -42,7 +44,7 @@ def test_help_is_no_error(line, part, capsys):
     assert not errors
 
 
-@pytest.mark.parametrize("line", ["", "inspect", "convert ckpt.pt", "--inspect ckpt.pt"])
+@pytest.mark.parametrize("line", ["", "inspect", "convert ckpt.pt", "compare ckpt.pt", "--inspect ckpt.pt"])
 def test_wrong_arguments_are_one_line(line, capsys):
     with pytest.raises(SystemExit) as end:
         main(line.split())

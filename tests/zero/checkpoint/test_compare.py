@@ -1,0 +1,92 @@
+"""zero/checkpoint/compare.py: what differs between two checkpoints, and the command that says so."""
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+from contents import CHECKPOINT
+
+from zero.checkpoint.__main__ import main
+
+
+@pytest.fixture
+def compared(tmp_path, capsys):
+    """A function: exit code and lines of the command for two checkpoints, of which one is changed."""
+
+    def compare(change=lambda checkpoint: None, *arguments):
+        torch.save(CHECKPOINT, tmp_path / "ckpt.pt")
+        changed = copy.deepcopy(CHECKPOINT)
+        change(changed)
+        torch.save(changed, tmp_path / "b.pt")
+        code = main(["compare", str(tmp_path), str(tmp_path / "b.pt"), *arguments])
+        output, errors = capsys.readouterr()
+        return code, output.splitlines() or errors.splitlines()
+
+    return compare
+
+
+def model(change):
+    return lambda checkpoint: change(checkpoint["model"])
+
+
+def test_equal_files_are_bit_identical(compared):
+    assert compared() == (0, ["bit-identical: 2 weights and 2 entries of optimizer state"])
+    code, lines = compared(
+        lambda checkpoint: checkpoint.update(model={f"_orig_mod.{k}": v for k, v in CHECKPOINT["model"].items()})
+    )
+    assert (code, lines[0][:14]) == (0, "bit-identical:"), "nanoGPT's names of a compiled model"
+
+
+def test_the_worst_comes_first_and_the_tolerance_decides(compared):
+    def change(checkpoint):
+        checkpoint["model"]["weight"][2999] += 0.5
+        checkpoint["model"]["tied"][0] -= 2.0
+        checkpoint["optimizer"]["state"][0]["step"] += 1
+
+    code, lines = compared(change)
+    assert (code, lines[0]) == (1, "3 differ by at most 2, of 2 weights and 2 entries of optimizer state:")
+    assert [line.split() for line in lines[1:]] == [
+        ["2", "model.tied"],
+        ["1", "optimizer.state.0.step"],
+        ["0.5", "model.weight"],
+    ]
+    assert compared(change, "--tolerance=2")[0] == 0
+    assert compared(change, "--tolerance=1.9")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "line"),
+    [
+        (model(lambda held: held["weight"].__setitem__(5, math.nan)), 1, r"  inf +model.weight"),
+        (model(lambda held: held["weight"].__setitem__(0, -0.0)), 0, r"  0 +model.weight"),
+        (model(lambda held: held.update(weight=held["weight"].double())), 0, r"  0 +model.weight"),
+        (model(lambda held: held.update(tied=torch.ones(8))), 1, r"  shapes \(7,\) and \(8,\) +model.tied"),
+        (model(lambda held: held.pop("tied")), 1, r"  only in .*ckpt.pt +model.tied"),
+        (model(lambda held: held.update(more=torch.ones(1))), 1, r"  only in .*b.pt +model.more"),
+        (lambda held: held.update(optimizer={}), 1, r"  only in .*ckpt.pt +optimizer.state.0.step"),
+    ],
+)
+def test_what_is_not_the_same(compared, change, code, line):
+    found, lines = compared(change, "--tolerance=0")
+    assert found == code
+    assert any(re.fullmatch(line, each) for each in lines), lines
+
+
+def test_many_differences_are_counted(compared):
+    code, lines = compared(model(lambda held: held.update({f"layer {number}": torch.ones(1) for number in range(15)})))
+    assert (code, len(lines), lines[-1]) == (1, 12, "  and 5 more")
+
+
+def test_damaged_files_and_wrong_arguments_are_one_line(compared, tmp_path, capsys):
+    compared()
+    (tmp_path / "torn.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:-1000])
+    for other, reason in (("torn.pt", "is damaged"), ("nowhere.pt", "there is no checkpoint")):
+        assert main(["compare", str(tmp_path), str(tmp_path / other)]) == 2
+        assert re.fullmatch(rf"error: .*{reason}.*\n", capsys.readouterr().err)
+    for tolerance in ("-1", "nan", "small"):
+        with pytest.raises(SystemExit) as end:
+            compared(lambda checkpoint: None, f"--tolerance={tolerance}")
+        assert end.value.code == 2
+        assert re.fullmatch(r"error: argument --tolerance: .*\n", capsys.readouterr().err)

@@ -25,7 +25,7 @@ with it. Evaluations and checkpoints are not counted. A machine has --ranks_per_
 The row that the settings choose is marked with *. `checkpointing` is sharded with activation_checkpointing=True, and
 `all` has everything together. If the settings have checkpointing or loss_chunk, all rows have it. For comparison only:
 `_in_place`, a loop whose zero_grad(set_to_none=False) leaves gradients in DDP's buckets, where they take no memory in
-addition from the third iteration on, and `fsdp2_reshard`, whose peak is an estimate, within 2 %.
+addition from the third iteration on.
 
 Columns, of the rank with the most optimizer state:
   gradients    between micro-steps if there are several, otherwise before the update
@@ -43,13 +43,6 @@ Columns, of the rank with the most optimizer state:
   between      of this, what leaves a machine, as the mean over its ranks; every collective counts as a ring
   exposed      how much of the time the computation cannot hide, estimated
 
-With --explain_step, ms of an iteration: matrices at --mfu, the others at the bandwidth of the memory, of collectives
-what nothing hides. LayerNorm, GELU, attention's softmax and the loss are not counted.
-  autocast     lower-precision copies of float32 weights, and float32 gradients from lower ones, in each micro-step
-  gradients    sums over micro-steps, and copies into buckets
-  clip         the norm of the gradients, and their scaling
-  update       the optimizer on what a rank owns, with the codecs of the state and of the weights
-
 Modes:
 """
 
@@ -58,7 +51,6 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from json import dump
 from operator import attrgetter, itemgetter
 from typing import Any, Literal
@@ -89,7 +81,6 @@ bandwidth_gbit: NonNegativeFloat = 0.0  # what a rank can send per second to the
 between_gbit: PositiveFloat = 1600.0  # what a machine can send per second to other machines; this is a network card per A100
 gpu = "A100"  # such as T4, L4, 4090, H100: its peak FLOP/s, memory, link, and whether it has bfloat16
 mfu: PositiveFloat = 30.0  # FLOP/s of the computation, in per cent of the peak; nanoGPT's 4 days on eight A100 are 29
-explain_step = False  # also print what an iteration consists of on --gpu, in ms
 gpu_hour_price: NonNegativeFloat = 0.0  # of one GPU, in any currency; 0: the run's cost is not printed
 json = ""  # path of a JSON file that also receives the table, in bytes
 
@@ -185,12 +176,11 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
     fits = chosen["fits"] == "yes"
     room = f"fits in {planner.limit(size)}, up to {batches}" if fits else f"does not fit in {planner.limit(size)}"
     line = f"{in_words(size)}  peak {amount(chosen['peak'])}{saved}: {room}{assumed(planner, size)}"
+    yield line + (duration(chosen, planner) if fits else "")
     if fits:
-        yield line + duration(chosen, planner)
         return
-    yield line
     if (best := cheapest(planner, size)) is None:
-        yield f"{'':7}nothing fits{wrong_tool(planner, size, amount)}"
+        yield f"{'':7}nothing fits{wrong_tool(planner, size)}"
         return
     how = "fastest that fits without more rounding, as predicted" if planner.flops else "cheapest that fits"
     yield from recommended(f"the {how}", best, planner, size, amount)
@@ -199,10 +189,6 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
     rounded = cheapest(planner, size, lambda choice: choice.flags.param_dtype != "float32")
     if rounded is not None and planner.cost(rounded, size) < planner.cost(best, size):
         yield from recommended("cheaper, but rounded", rounded, planner, size, amount)
-    fsdp = rows[-1]
-    if fsdp["mode"] == "fsdp2_reshard" and fsdp["fits"] == "yes":
-        takes = f"a peak of about {amount(fsdp['peak'])}, and {amount(fsdp['sent'])} to send per iteration"
-        yield f"{'':7}FSDP2 would fit without any of these: {takes}"
 
 
 def in_words(size: int) -> str:
@@ -247,28 +233,19 @@ def duration(row: dict[str, Any], planner: Planner) -> str:
     return f"{text}, at a cost of {hours * size * price:,.0f}" if price else text
 
 
-def wrong_tool(planner: Planner, size: int, amount: Callable[[int], str]) -> str:
-    """Return what to do where no flags are enough: whether dividing the weights as well would be."""
+def wrong_tool(planner: Planner, size: int) -> str:
+    """Return what to do where no flags are enough."""
     if (ranks := fewest_ranks(planner, "all flags")) is not None and ranks > size:
         return f", but all flags fit on {ranks} ranks (--find=gpus)"
+    smaller = "use larger GPUs or a smaller model (--find=model)"
     if size == 1:
-        return " in one process: use larger GPUs or a smaller model (--find=model)"
-    fsdp = planner.figures("", planner.fully_sharded(replace(planner.everything(size), batch_size=1)), size)
-    if fsdp["fits"] == "no":
-        return f", and FSDP2 would not either ({amount(fsdp['peak'])}); use larger GPUs or a smaller model (--find=model)"
-    return (
-        ": ZeRO-1 is the wrong tool, because every rank holds all weights. FSDP2 (fully_shard) divides them: with "
-        f"checkpointing, batch size 1 and the loss in chunks about {amount(fsdp['peak'])}, and {amount(fsdp['sent'])} to send"
-    )
+        return f" in one process: {smaller}"
+    return f", because every rank holds all weights: use FSDP2 (fully_shard), which divides them; or {smaller}"
 
 
 def print_table(rows: list[dict[str, Any]], divisor: float, unit: str) -> None:
     """Print the rows, with an empty line between world sizes."""
-    columns = {
-        heading: (key, kind)
-        for heading, (key, kind) in COLUMNS.items()
-        if heading not in OPTIONAL or any(row[key] for row in rows)
-    }
+    columns = {heading: of for heading, of in COLUMNS.items() if heading not in OPTIONAL or any(row[of[0]] for row in rows)}
     formats = {"bytes": ".2f" if unit == "GB" else ".1f", "x": ".2f", "ms": ".0f", "": ""}
     lines = [list(columns), [unit if kind == "bytes" else kind for _, kind in columns.values()]]
     for _, of_size in itertools.groupby(rows, key=itemgetter("world_size")):
@@ -278,17 +255,6 @@ def print_table(rows: list[dict[str, Any]], divisor: float, unit: str) -> None:
             values = [(shown[key] / divisor if kind == "bytes" else shown[key], kind) for key, kind in columns.values()]
             lines.append([format(value, formats[kind]) for value, kind in values])
     print(f"\n{table(lines)}")
-
-
-def print_parts(rows: list[dict[str, Any]]) -> None:
-    """Print what an iteration consists of, in ms, by mode."""
-    kinds = [kind for kind in rows[0]["parts_ms"] if any(row["parts_ms"][kind] for row in rows)]
-    lines = [["ranks", "mode", *kinds, "together"]]
-    for row in rows:
-        parts = row["parts_ms"]
-        figures = [f"{value:.2f}" for value in (*(parts[kind] for kind in kinds), sum(parts.values()))]
-        lines.append([str(row["world_size"]), row["mode"] + row["chosen"], *figures])
-    print(f"\nms of an iteration, by arithmetic; the speed above counts matrices and collectives only\n{table(lines)}")
 
 
 def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
@@ -301,18 +267,12 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
         print("\n".join(verdict(of_size, planner, lambda count: f"{number(count / divisor)} {unit}")))
     print(host_memory(planner, rows))
     print_table(rows, divisor, unit)
-    if settings["explain_step"]:
-        print_parts([row for row in rows if row["parts_ms"]])
     print("\n*: the settings; --help explains the columns")
     if 1 in sizes:
         print("note: 1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more")
         if idle := without_effect(Flags.of(settings), 1):
             print(f"note: without effect on 1 rank: {', '.join(idle)}")
-    for size, of_size in by_size.items():
-        taken = {row["mode"]: sum(row["parts_ms"].values()) for row in of_size}
-        if taken.get("sharded") and "bfloat16" in taken and settings["param_dtype"] == "float32":
-            less = 1 - taken["bfloat16"] / taken["sharded"]
-            print(f"note: on {size} ranks, --param_dtype=bfloat16 takes {less:.0%} less time, by arithmetic (--explain_step)")
+    for size in sizes:
         if size > 1 and settings["gradient_accumulation_steps"] <= size:
             print(f"note: with one micro-step on each of {size} ranks, shard_gradients changes nothing")
     return rows
@@ -324,9 +284,8 @@ def host_memory(planner: Planner, rows: list[dict[str, Any]]) -> str:
     ranks = min(settings["ranks_per_machine"], max(row["world_size"] for row in rows))
     chosen = [row for row in rows if row["chosen"] and row["world_size"] >= ranks]
     if planner.device_type == "cpu":
-        needed = ranks * max(max(row["peak"], row["saving"]) for row in chosen) * CPU_RESIDENT / 1e9
-        most = f"at most {needed:.3g} GB, and 0.4 GB for Python in each rank"
-        return f"main memory of a machine with {ranks} of the ranks: {most}"
+        most = ranks * max(max(row["peak"], row["saving"]) for row in chosen) * CPU_RESIDENT / 1e9
+        return f"main memory of a machine with {ranks} of the ranks: at most {most:.3g} GB, and 0.4 GB for Python in each rank"
     copied = max(row["saving_on_cpu"] for row in chosen) / 1e9
     text = f"main memory of the first machine: {4 * planner.numel / 1e9:.3g} GB for the model that rank 0 makes"
     if copied:
@@ -368,15 +327,14 @@ def answer(planner: Planner, name: str, size: int) -> str:
         if (model := largest_model(planner, name, size)) is None:
             return " none"
         found = model.config
-        text = (
-            f"{model.numel / 1e6:6,.0f}M parameters: --n_layer={found.n_layer} --n_head={found.n_head} --n_embd={found.n_embd}"
-        )
+        sizes = f"--n_layer={found.n_layer} --n_head={found.n_head} --n_embd={found.n_embd}"
+        text = f"{model.numel / 1e6:6,.0f}M parameters: {sizes}"
     flags = " ".join(prices(planner, size, candidates(planner, size)[name]))
     return f"{text}; {flags}" if flags else text
 
 
 def main() -> None:
-    modes = explained(mode for mode in MODES if MODES[mode].planned or mode in ("loss_chunk", "fsdp2_reshard"))
+    modes = explained(mode for mode in MODES if MODES[mode].planned or mode == "loss_chunk")
     settings = configure({**settings_of(__file__, TRAIN), "__doc__": __doc__ + modes})
     path, finds = settings["json"], settings["find"] != "nothing"
     with exit_on_wrong_input():

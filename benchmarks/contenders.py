@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed import machine
 from forecast.modes import Mode
-from forecast.prediction import Workload
-from forecast.run_memory import Forecast, gpt_specs, planned_optimizer, predicted, predicted_activations
+from forecast.prediction import Prediction, Workload
+from forecast.run_memory import gpt_specs, planned_optimizer, predicted, predicted_activations
 from model import GPT, GPTConfig, SkipInitialization
 from zero import ShardedOptimizer
 from zero.build import build, clip_grad_norm_
@@ -58,16 +58,15 @@ class Setup:
         how = checkpointing, mode.loss_chunk, self.compiled
         return Workload(self.config, self.batch_size, dtype, self.device.type, *how)
 
-    def forecast(self, mode: Mode, world_size: int, micro_steps: int, rank: int | None = None) -> Forecast | None:
+    def forecast(self, mode: Mode, world_size: int, micro_steps: int, rank: int | None = None) -> Prediction | None:
         """Return the prediction for a rank, by default the fullest, or None if there is none."""
         if not mode.is_built:
             return None
         muon: dict[str, Any] | None = {} if mode.muon else None
         how: dict[str, Any] = {"rank": rank, "world_size": world_size, "micro_steps": micro_steps, "in_place": mode.in_place}
-        how["on_cpu"] = on_cpu = self.device.type == "cpu"
-        prediction = predicted(gpt_specs(self.config, muon), self.flags(mode), planned_optimizer(muon), **how)
-        activations = predicted_activations(self.workload(mode), "bfloat16" if mode.lowers_weights else "float32")
-        return Forecast(prediction, activations, on_cpu)
+        how["on_cpu"] = self.device.type == "cpu"
+        how["activations"] = predicted_activations(self.workload(mode), "bfloat16" if mode.lowers_weights else "float32")
+        return predicted(gpt_specs(self.config, muon), self.flags(mode), planned_optimizer(muon), **how)
 
 
 class Contender:

@@ -8,7 +8,7 @@ import copy
 import torch
 
 from benchmarks.memory_profile import AllocatedBytes, free_unused_memory
-from forecast.activations import LiveBytes
+from forecast.live_bytes import LiveBytes
 from zero import ShardedDataParallel, ShardedOptimizer
 
 WIDTH, LAYERS = 1024, 8

@@ -7,8 +7,8 @@
 # ranks. Weights and gradients take another 12.5 GB on every rank. The learning rate is the one of the GPT-3 paper for this size
 # (table 2.1).
 #
-# Faster, but weights and gradients are rounded: --param_dtype=bfloat16 spares autocast's copies of the weights and half of the
-# bytes to send, 13 % of an iteration on H100 by arithmetic (plan.py --explain_step=True), and 9.2 GB. Masters stay float32.
+# Faster, but weights and gradients are rounded: --param_dtype=bfloat16 spares autocast's copies of the weights, half of the
+# bytes to send, and 9.2 GB. Masters stay float32.
 
 wandb_log = True
 wandb_project = "owt"

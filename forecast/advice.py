@@ -21,8 +21,11 @@ def cheapest(planner: Planner, world_size: int, allowed: Callable[[Choice], bool
     """
     chosen = planner.chosen(world_size)
 
+    def roundings(flags: Flags) -> tuple[str, str]:
+        return weight_dtype(flags.param_dtype), flags.state_dtype
+
     def cost(choice: Choice) -> tuple[bool, tuple[float, ...]]:
-        return _roundings(choice.flags) != _roundings(chosen.flags), planner.cost(choice, world_size)
+        return roundings(choice.flags) != roundings(chosen.flags), planner.cost(choice, world_size)
 
     choices = sorted(filter(allowed, _by_price(planner, world_size)), key=cost)
     return next((choice for choice in choices if planner.fits(planner.forecast(choice, world_size))), None)
@@ -119,7 +122,3 @@ def prices(planner: Planner, world_size: int, choice: Choice) -> dict[str, str]:
         codec = codec_of(after.state_dtype)
         found[f"--state_dtype={after.state_dtype}"] = "moments are not rounded" if codec is None else codec.price
     return found
-
-
-def _roundings(flags: Flags) -> tuple[str, str]:
-    return weight_dtype(flags.param_dtype), flags.state_dtype

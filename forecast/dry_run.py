@@ -4,61 +4,74 @@ The parameters have the sizes of a model's, and their gradients arrive in its or
 optimizer, its wrapper and their communication allocate is counted, so a change of `zero` needs no change here.
 """
 
-import weakref
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from forecast.prediction import Moment, Optimizer, Point
-from zero import codecs
+from forecast.live_bytes import LiveBytes
+from forecast.optimizer_state import for_first_step, groups_on_meta
+from forecast.prediction import Moment, Optimizer, Point, arriving
+from zero.checkpoint.state import Snapshot, parts_of_rank
+from zero.codecs import codec_of
+from zero.collectives import Communicator
 from zero.data_parallel import ShardedDataParallel
 from zero.flags import Flags
 from zero.held_bytes import held_bytes
-from zero.host_comm import SimulatedGroup
+from zero.host_comm import ALONE
 from zero.layout import ParameterSpec
+from zero.muon.matrices import matrix_plan
 from zero.optimizer import ShardedOptimizer
 from zero.options import Options
-from zero.tensors import piece_numel
+from zero.tensors import MAIN_MEMORY
+
+_META = torch.device("meta")
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages of new tensors, as long as they are alive. What only writes to memory is not run."""
+class _SimulatedRank(Communicator):
+    """A rank of a world whose other ranks do not exist: it allocates and counts as they all do, and sends nothing."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address of the storage object
+    checks_values = False
+
+    def __init__(self, place: tuple[int, int], options: Options) -> None:
+        self._prepare(ALONE, *place, options)
+
+    def _start(self, *_: Any, **how: Any) -> list[Any]:
+        return []
+
+    def _exchange(self, *_: Any) -> list[Any]:
+        return []
+
+
+class _SimulatedOptimizer(ShardedOptimizer):
+    """A ShardedOptimizer whose `process_group` is the number of a rank and of all ranks."""
+
+    _communicator = _SimulatedRank
+
+
+class _MetaBytes(LiveBytes):
+    """Counts tensors on the meta device as if they had memory. What only writes to them is not run.
+
+    `main_memory`: whether they stand for tensors in main memory. A copy there counts nowhere.
+    """
+
+    def __init__(self, main_memory: bool) -> None:
+        super().__init__(on_cpu=False)
+        self._main_memory = main_memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             written = kwargs.get("out", args[0])
-            if (written[0] if isinstance(written, list) else written).is_meta:  # nothing to write to
+            if (written[0] if isinstance(written, list) else written).is_meta:
                 return written if func._schema.returns else None
-        result = func(*args, **kwargs)
-        for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                self.count(tensor)
-        return result
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
+            return args[0] if self._main_memory else torch.empty_like(args[0])
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def count(self, tensor: torch.Tensor, is_elsewhere: bool = False) -> None:
-        """Count a tensor, unless it is in other memory."""
-        storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, 0 if is_elsewhere else storage.nbytes()
-
-        def free(_: Any) -> None:
-            del self._alive[key]
-            self.now -= nbytes
-
-        if key not in self._alive:
-            self._alive[key] = weakref.ref(storage, free)
-            self.now += nbytes
-            self.peak = max(self.peak, self.now)
+    def _has_memory(self, leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.is_meta
 
 
 class _Model(nn.Module):
@@ -66,17 +79,11 @@ class _Model(nn.Module):
 
     def __init__(self, specs: Sequence[ParameterSpec]) -> None:
         super().__init__()
-        numbered = [nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in specs]
-        pairs = list(zip(specs, numbered, strict=True))
-        self.params = nn.ParameterList(param for _, param in sorted(pairs, key=lambda pair: pair[0].position))
-        self.groups: list[dict[str, Any]] = [{"params": []} for _ in {spec.group for spec in specs}]
-        for spec, param in pairs:
-            self.groups[spec.group]["params"].append(param)
-            if spec.matrices:
-                ns_dtype = str(spec.matrix_dtype).removeprefix("torch.")
-                self.groups[spec.group] |= {"matrices": spec.matrices, "ns_dtype": ns_dtype}
+        self.groups, params = groups_on_meta(specs)
+        in_order = sorted(zip(specs, params, strict=True), key=lambda pair: pair[0].position)
+        self.params = nn.ParameterList(param for _, param in in_order)
 
-    def forward(self, backward: Any) -> torch.Tensor:
+    def forward(self, backward: Callable[[], torch.Tensor]) -> torch.Tensor:
         return _Backward.apply(self.params[0], backward)
 
 
@@ -84,9 +91,9 @@ class _Backward(torch.autograd.Function):
     """Its backward calls `backward`, which makes all gradients arrive but that of the first parameter, which it returns."""
 
     @staticmethod
-    def forward(ctx: Any, first: nn.Parameter, backward: Any) -> torch.Tensor:
+    def forward(ctx: Any, first: nn.Parameter, backward: Callable[[], torch.Tensor]) -> torch.Tensor:
         ctx.run = backward
-        return torch.empty(0, device="meta")
+        return torch.empty(0, device=_META)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> Any:
@@ -96,31 +103,29 @@ class _Backward(torch.autograd.Function):
 class _Rank:
     """Runs iterations, and notes what is alive."""
 
-    def __init__(
-        self, specs: Sequence[ParameterSpec], flags: Flags, optimizer: Optimizer, group: SimulatedGroup, on_cpu: bool
-    ) -> None:
-        self.live = _LiveBytes()
-        if flags.state_dtype == "int8":
-            codecs._nearest_codes(torch.device("meta"))  # tables that all optimizers share
-        model = _Model(specs)
-        for param in model.params:  # rank 0 has the weights in main memory
-            self.live.count(param.data, is_elsewhere=not on_cpu)
-        cls, arguments = optimizer
-        how: dict[str, Any] = {name: name == "fused" or value for name, value in arguments.items()}
-        how |= {option.name: getattr(flags, option.name) for option in fields(Options)}
+    def __init__(self, specs: Sequence[ParameterSpec], flags: Flags, optimizer: Optimizer, place: Any, on_cpu: bool) -> None:
+        if (codec := codec_of(flags.state_dtype)) is not None:  # which makes the tables that all optimizers share
+            codec.encode(torch.empty(codec.block, device=_META), lambda: torch.zeros(()), codec.empty(codec.block, _META))
+        self.live, self.on_cpu, self.model = _MetaBytes(on_cpu), on_cpu, _Model(specs)
+        if not on_cpu:  # rank 0 has the weights in main memory, until they move
+            self.live.ignore(self.model.parameters())
+        for param in self.model.parameters():
+            self.live.count(param)
+        cls, arguments = for_first_step(optimizer)
+        how: dict[str, Any] = {"options": flags, "registration_order": self.model.params, **arguments}
         with self.live:
-            self.optimizer = ShardedOptimizer(model.groups, cls, group, registration_order=model.params, **how)
-            self.wrapper = ShardedDataParallel(model, self.optimizer, flags.shard_gradients)
-        self.construction, self.largest_buckets, self._arrived, self._before = self.live.peak, 0, 0, 0
+            self.optimizer = _SimulatedOptimizer(self.model.groups, cls, place, elementwise=True, **how)  # as its builder said
+            self.wrapper = ShardedDataParallel(self.model, self.optimizer, flags.shard_gradients)
+        self.construction = self.live.peak
+        self.largest_buckets = self._arrived = self._before = 0
         self.points: dict[Point, dict[str, int]] = {"after wrapping": held_bytes(self.optimizer, self.wrapper)}
         self.moments: list[Moment] = []
-        self._params = list(model.params)
-        self._new = {param: torch.empty_like(param) for param in self._params}  # new gradients, which count as activations
-        for gradient in self._new.values():
-            self.live.count(gradient, is_elsewhere=True)
+        self._new = {param: torch.empty_like(param) for param in self.model.params}  # new gradients, which count as activations
+        self.live.ignore(self._new.values())
 
     def iteration(self, micro_steps: int) -> None:
-        self.moments, self.live.peak, self._before = [Moment(0)], self.live.now, self.live.now
+        self.live.reset_peak()
+        self.moments, self._before = [Moment(0)], self.live.now
         for left in reversed(range(micro_steps)):
             self.wrapper.require_backward_grad_sync = left == 0
             self._arrived, output = 0, self.wrapper(self._backward)
@@ -136,66 +141,77 @@ class _Rank:
         self._note("")
         self.points["after step"] = held_bytes(self.optimizer, self.wrapper)
 
+    def save(self) -> tuple[int, int]:
+        """Return the most bytes while rank 0 saves, and the bytes that it saves itself."""
+        self.optimizer.settle()
+        _, _, own = parts_of_rank(self.optimizer.partition(), self.model, with_state=True, receives=True)
+        snapshot = Snapshot({}, own, [(torch.empty(0), part.numel, 0) for part in own], to=0, group=None)
+        before, saved = self.live.now, 0
+        self.live.reset_peak()
+        with self.live, snapshot.arriving() as pieces:
+            for _, elements in pieces:
+                saved += elements.nbytes
+        of_others = arriving(self.optimizer.placed.plan, self.optimizer.comm.shard_rank) if self.on_cpu else 0
+        return max(self.live.peak, before + of_others), saved
+
     def _backward(self) -> torch.Tensor:
         for phase in ("saved", "loss", "layers"):
             self._note(phase)
         sends = self.wrapper.require_backward_grad_sync or self.wrapper.shard_gradients
-        first, *others = self._params
+        first, *others = self.model.params
         for param in reversed(others):
-            if param.grad is None:  # otherwise, autograd adds to it in place
+            freed = 0 if param.grad is None else param.nbytes  # autograd adds a new gradient in place, and then frees it
+            if param.grad is None:
                 param.grad = self._new[param] if sends else torch.empty_like(param)
             self._arrived += param.nbytes
             for hook in param._post_accumulate_grad_hooks.values():
                 hook(param)
-            self._note("layers")
+            self._note("layers", freed)
         self._note("embedding")
         return torch.empty_like(first)
 
-    def _note(self, beside: str) -> None:
-        """Note the peak since the last call, beside activations, unless there was more beside as many or more of them."""
-        if self.live.peak > self._before or beside != self.moments[-1].beside:
-            self.moments.append(Moment(self.live.peak, beside, self._arrived))
+    def _note(self, beside: str, freed: int = 0) -> None:
+        """Note the peak since the last call, unless there was more beside as many. `freed`: of the activations, before."""
+        held = self.live.peak - freed
+        if self.live.peak > self._before:
             buckets = self.optimizer.source.held_bytes()["buckets"] - self.optimizer.comm.pool.nbytes
             self.largest_buckets = max(self.largest_buckets, buckets)
-        self._before = self.live.peak = self.live.now
+        if beside != self.moments[-1].beside or held > self.moments[-1].held:
+            self.moments.append(Moment(held, beside, self._arrived))
+        self.live.reset_peak()
+        self._before = self.live.now
 
 
 def dry_run(
-    specs: Sequence[ParameterSpec],
-    flags: Flags,
-    optimizer: Optimizer,
-    group: SimulatedGroup,
-    micro_steps: int,
-    on_cpu: bool,
+    specs: Sequence[ParameterSpec], flags: Flags, optimizer: Optimizer, place: tuple[int, int], micro_steps: int, on_cpu: bool
 ) -> dict[str, Any]:
     """Return what a rank takes in its second iteration, by field of `Prediction`; what it sends, per backward that sends.
 
-    Three micro-steps are like more: all between the first and the last are alike.
+    Three micro-steps are like more: all between the first and the last are alike. `place`: the rank, and how many there are.
     """
-    with (
-        mock.patch("zero.collectives.is_on_cpu", _always(on_cpu)),
-        mock.patch("zero.tensors.piece_numel", _always(piece_numel(on_cpu))),
-        mock.patch("torch.optim.optimizer._get_fused_kernels_supported_devices", _always(["meta"])),
-    ):
-        rank = _Rank(specs, flags, optimizer, group, on_cpu)
+    if on_cpu:
+        MAIN_MEMORY.add("meta")
+    try:
+        rank = _Rank(specs, flags, optimizer, place, on_cpu)
         with rank.live:
             rank.iteration(1)
             sent = dict(rank.optimizer.comm.sent_bytes)
+            for group in rank.optimizer.param_groups:
+                group |= {name: value for name, value in optimizer[1].items() if name == "fused"}
             rank.iteration(micro_steps)
-    exchange, own = rank.optimizer._update.exchange, rank.optimizer.comm.shard_rank
-    matrices = exchange.matrices if exchange else []
+        saving, saved = rank.save()
+    finally:
+        MAIN_MEMORY.discard("meta")
+    matrices, own = matrix_plan(rank.optimizer.placed.plan), rank.optimizer.comm.shard_rank
     return {
         "points": rank.points,
         "moments": rank.moments,
         "construction": rank.construction,
+        "saving": saving,
+        "saved": saved,
         "sent": sent,
         "largest_buckets": rank.largest_buckets,
         "least_exposed": 1 / len(rank.optimizer.placed.buckets),
         "newton_schulz": sum(matrix.cost for matrix in matrices if matrix.owner == own),
         "matrix_rounds": max((matrix.round for matrix in matrices), default=-1) + 1,
     }
-
-
-def _always(result: Any) -> Any:
-    """Return a function of this result. Not a Mock, which keeps its arguments alive."""
-    return lambda *_: result

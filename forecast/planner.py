@@ -10,20 +10,16 @@ import torch
 
 from distributed.machine import CARDS, CUDA_GB, NCCL_ALL_TO_ALL_GB, NCCL_GB, card, resolve_dtype
 from forecast.modes import LOSS_CHUNK, MODES, batch_in_words, divided_batch, muon_of
-from forecast.prediction import Activations, Prediction, Workload, fully_sharded
-from forecast.run_memory import CPU_RESIDENT, Forecast, gpt_specs, planned_optimizer, predicted, predicted_activations
+from forecast.prediction import Activations, Prediction, Workload
+from forecast.run_memory import CPU_RESIDENT, gpt_specs, planned_optimizer, predicted, predicted_activations
 from forecast.step_time import Network
 from model import GPT, GPTConfig, without_weights
 from zero.codecs import SMALLEST
-from zero.collectives import KINDS
 from zero.flags import Flags
-from zero.layout import replicated_plan
 from zero.muon.muon import NS_STEPS
 from zero.options import weight_dtype
 
 BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
-# bytes that a GPU moves to decode and to encode two moments of an element, by the operations of zero/codecs.py
-_CODEC_BYTES = {"float32": 0, "bfloat16": 80, "int8": 130}
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,6 @@ class Choice:
     loss_chunk: int
     batch_size: int
     in_place: bool = False  # see `forecast.prediction.Prediction`
-    fully_shard: bool = False  # PyTorch's FSDP2 with its defaults; the flags say in which dtype it gathers weights
 
 
 class Planner:
@@ -64,21 +59,18 @@ class Planner:
         self.can_round_weights = found.has_bfloat16 or not on_gpu  # to bfloat16
         lowest = "bfloat16" if found.has_bfloat16 else "float16"
         self.dtype = resolve_dtype(settings["dtype"], settings["param_dtype"], lowest if on_gpu else "float32")
-        bandwidth = settings["bandwidth_gbit"] or found.link_gbit
-        self.network = Network(bandwidth, settings["between_gbit"], settings["ranks_per_machine"])
+        inside = settings["bandwidth_gbit"] or found.link_gbit
+        self.network = Network(inside, settings["between_gbit"], settings["ranks_per_machine"])
         with without_weights():
             model = GPT(config)
         self.flops_per_token, self.numel = model.flops_per_token(), sum(param.numel() for param in model.parameters())
-        self.block_numel = sum(param.numel() for param in model.blocks[0].parameters())
         self.frozen_numel = self.numel - sum(spec.numel for spec in self.specs)
         if settings["mfu"] > 100:
             raise ValueError(f"mfu={settings['mfu']:g} must be at most 100")
-        self.flops = 0.0  # per second and rank; 0: not known
-        if on_gpu and self.dtype != "float32":
-            self.flops = found.tflops * 1e12 * settings["mfu"] / 100
-        for key in ("gpu_hour_price", "explain_step"):
-            if settings[key] and not self.flops:
-                raise ValueError(f"{key} needs the speed of the GPUs, which is known for bfloat16 and float16 on cuda only")
+        is_known = on_gpu and self.dtype != "float32"
+        self.flops = found.tflops * 1e12 * settings["mfu"] / 100 if is_known else 0.0  # per second and rank; 0: not known
+        if settings["gpu_hour_price"] and not is_known:
+            raise ValueError("gpu_hour_price needs the speed of the GPUs, known for bfloat16 and float16 on cuda only")
         self._prediction = cache(self._predict)
 
     def memory(self, world_size: int) -> int:
@@ -124,11 +116,7 @@ class Planner:
         return divided_batch(self.settings["batch_size"], self.settings["gradient_accumulation_steps"], world_size)
 
     def choices(self, world_size: int) -> dict[Choice, str]:
-        """Return the choices of a table with the names of their modes: of a single rank, those that save memory there.
-
-        One is for the settings if no mode matches them, and with AdamW one is for PyTorch's fully_shard. With Muon, that would
-        gather matrices, in a way that is not predicted.
-        """
+        """Return the choices of a table, with that of the settings, and the names of their modes."""
         chosen = self.chosen(world_size)
         base = replace(chosen, flags=self.acting(Flags(), world_size))
         accumulates = 1 < world_size < self.accumulation_steps(chosen.batch_size, world_size)
@@ -141,8 +129,6 @@ class Planner:
         modes.setdefault(replace(base, loss_chunk=chosen.loss_chunk or LOSS_CHUNK), "loss_chunk")
         modes.setdefault(self.everything(world_size), "all")
         modes.setdefault(chosen, "these flags")
-        if world_size > 1 and self.has_adamw:
-            modes[self.fully_sharded(chosen)] = "fsdp2_reshard"
         return modes
 
     def everything(self, world_size: int) -> Choice:
@@ -153,63 +139,51 @@ class Planner:
         chosen = replace(chosen, flags=self.acting(flags, world_size), activation_checkpointing=True)
         return replace(chosen, loss_chunk=chosen.loss_chunk or LOSS_CHUNK)
 
-    def fully_sharded(self, choice: Choice) -> Choice:
-        """Return a choice with PyTorch's fully_shard in place of the flags. It gathers weights in the computation's dtype."""
-        mode = "bfloat16" if self.dtype == "bfloat16" else "adamw"
-        return replace(choice, flags=MODES[mode].flags, fully_shard=True)
-
     def rows(self, world_size: int) -> list[dict[str, Any]]:
         """Return the rows of `choices`."""
         return [self.figures(mode, choice, world_size) for choice, mode in self.choices(world_size).items()]
 
     def figures(self, mode: str, choice: Choice, world_size: int) -> dict[str, Any]:
         """Return the row of a choice, in bytes and seconds."""
-        result = self.forecast(choice, world_size)
-        prediction = result.prediction
-        sent, between = prediction.sent, self.network.across_machines(prediction)
-        state = prediction.plan.state_bytes
+        prediction = self.forecast(choice, world_size)
+        peak, between = prediction.peak, self.network.across_machines(prediction)
         computing, exposed = self.seconds(choice, world_size)
         parts = prediction.at("accumulating" if prediction.micro_steps > 1 else "before step")
-        parts |= {"buckets": prediction.largest_buckets, "activations": result.activations.saved}
+        parts |= {"buckets": prediction.largest_buckets, "activations": prediction.activations.saved}
         return {
             "mode": mode,
             "chosen": " *" if choice == self.chosen(world_size) else "",
             "world_size": world_size,
             **parts,
-            "state_to_mean": max(state) * len(state) / max(1, sum(state)),
-            "peak": result.peak,
-            "saving": result.saving_peak,
-            "saving_on_cpu": result.saved_copy,
-            "fits": "yes" if self.fits(result) else "no",
-            "sent": sum(sent.values()),
+            "state_to_mean": prediction.uneven,
+            "peak": peak,
+            "saving": prediction.saving_peak,
+            "saving_on_cpu": prediction.saved_copy,
+            "fits": "yes" if self.fits(prediction) else "no",
+            "sent": sum(prediction.sent.values()),
             "between": round(sum(between.values())),
-            "parts_ms": self.parts_of_a_step(choice, world_size) if self.flops and not choice.fully_shard else {},
             "sent_ms": 1e3 * sum(self.network.seconds(prediction).values()),
             "exposed_ms": 1e3 * sum(exposed.values()),
             "seconds": computing + sum(exposed.values()),
             # the parts are not all at their largest at the same time, so the peak can also be less than their sum
-            "temporary": max(0, result.peak - sum(parts.values())),
+            "temporary": max(0, peak - sum(parts.values())),
             "largest_batch": self.largest_batch(choice, world_size),
         }
 
-    def forecast(self, choice: Choice, world_size: int) -> Forecast:
+    def forecast(self, choice: Choice, world_size: int) -> Prediction:
         """Return what a choice needs. All choices have the same number of sequences per iteration."""
-        how = {"on_cpu": self.device_type == "cpu", "async_save": self.settings["async_save"]}
-        return Forecast(self.prediction(choice, world_size), self.activations(choice), **how)
+        return replace(self.prediction(choice, world_size), activations=self.activations(choice))
 
     def prediction(self, choice: Choice, world_size: int) -> Prediction:
-        """Return the prediction of a choice, which does not depend on its activations."""
+        """Return what a choice needs apart from activations."""
         return self._prediction(replace(choice, activation_checkpointing=False, loss_chunk=0), world_size)
 
     def _predict(self, choice: Choice, world_size: int) -> Prediction:
         flags, micro_steps = choice.flags, self.accumulation_steps(choice.batch_size, world_size) // world_size
-        if choice.fully_shard:
-            itemsize, root = 4 if flags.param_dtype == "float32" else 2, self.numel - self.config.n_layer * self.block_numel
-            sizes = self.block_numel, root, itemsize, 4 * self.frozen_numel
-            return fully_sharded(replicated_plan(self.specs), world_size, micro_steps, *sizes)
         how: dict[str, Any] = {"on_cpu": self.device_type == "cpu", "distributed": world_size > 1, "in_place": choice.in_place}
+        how |= {"world_size": world_size, "micro_steps": micro_steps, "async_save": self.settings["async_save"]}
         how["frozen"] = self.frozen_numel * (flags.stored_dtype or torch.float32).itemsize
-        return predicted(self.specs, flags, self.optimizer, world_size=world_size, micro_steps=micro_steps, **how)
+        return predicted(self.specs, flags, self.optimizer, **how)
 
     def accumulation_steps(self, batch_size: int, world_size: int) -> int:
         """Return the gradient_accumulation_steps of a batch size that divides that of `batch`: a multiple of the ranks."""
@@ -226,14 +200,11 @@ class Planner:
             return (round(math.log(computing + sum(exposed.values())) / math.log(1.03)),)
         return choice.flags.shard_gradients, choice.activation_checkpointing, -choice.batch_size
 
-    def fits(self, result: Forecast) -> bool:
-        return max(result.peak, result.saving_peak) <= self.memory(result.prediction.world_size)
+    def fits(self, prediction: Prediction) -> bool:
+        return max(prediction.peak, prediction.saving_peak) <= self.memory(prediction.world_size)
 
     def seconds(self, choice: Choice, world_size: int) -> tuple[float, dict[str, float]]:
-        """Return the seconds in which an iteration multiplies matrices, and in which it waits, by kind of collective.
-
-        0 and nothing: the speed is not known.
-        """
+        """Return the seconds of matrix products in an iteration, 0 if not known, and of waits, by kind of collective."""
         if not self.flops:
             return 0.0, {}
         forward = choice.batch_size * self.config.block_size * self.flops_per_token / self.flops / 3
@@ -242,28 +213,6 @@ class Planner:
         newton_schulz = prediction.newton_schulz * NS_STEPS / self.flops
         exposed = self.network.exposed(prediction, forward, backward, newton_schulz) if world_size > 1 else {}
         return prediction.micro_steps * (forward + backward) + newton_schulz, exposed
-
-    def parts_of_a_step(self, choice: Choice, world_size: int) -> dict[str, float]:
-        """Return the parts of an iteration on a GPU, in ms by name. Communication counts where exposed.
-
-        `matrices` at the MFU of the settings, everything else at the bandwidth of the memory: autocast's copies of the weights
-        and of their gradients, sums and copies of gradients, the norm with the scaling, the update.
-        """
-        held = self.prediction(choice, world_size)
-        plan, gradients, steps = held.plan, held.full_gradients, held.micro_steps
-        computing, exposed = self.seconds(choice, world_size)
-        sends = steps if held.shard_gradients else 1
-        casts = 0 if plan.has_masters or self.dtype == "float32" else steps * 2 * 1.5 * gradients
-        copies = 3 * gradients * (steps - sends)
-        if world_size > 1:  # into buckets, and the sum of what arrives if NCCL does not add it up
-            copies += (2 + plan.has_masters) * gradients * sends
-        shard = held.owned if plan.buffers else gradients  # sums are float32
-        stored = 34 * plan.has_masters + 22 * any(buffer.has_remainders for buffer in plan.buffers)  # weights, remainders
-        codecs = (_CODEC_BYTES[plan.state_dtype] + stored) * held.owned // 4
-        updated = 3 * held.owned + 2 * plan.state_bytes[held.rank] + codecs
-        moved = {"autocast": casts, "gradients": copies, "clip": 3 * shard, "update": updated}  # bytes
-        ms = {name: count / self.card.memory_gbps / 1e6 for name, count in moved.items()}
-        return {"matrices": 1e3 * computing, **ms, **{kind: 1e3 * exposed.get(kind, 0.0) for kind in KINDS}}
 
     def activations(self, choice: Choice) -> Activations:
         """Return the activations of a micro-step."""
@@ -278,26 +227,19 @@ class Planner:
         The peak of activations is the largest of several linear functions of the batch size, so it is convex, on both sides of
         a full chunk of the loss. A straight line between two predicted batch sizes is therefore not too low.
         """
-        result = self.forecast(choice, world_size)
-
-        def activations(size: int) -> Activations:
-            return self.activations(replace(choice, batch_size=size))
-
-        def exceed(found: Activations) -> bool:
-            return not self.fits(replace(result, activations=found))
-
+        prediction = self.prediction(choice, world_size)
         full_chunk = choice.loss_chunk // self.config.block_size  # fewer sequences have fewer logits than a chunk
         sizes = sorted({*BATCHES, choice.batch_size, full_chunk, full_chunk + 1} - {0})
+
+        def exceeds(size: int) -> bool:
+            high = bisect_left(sizes, size)
+            low = high if sizes[high] == size else high - 1
+            ends = (self.activations(replace(choice, batch_size=sizes[at])) for at in (low, high))
+            share = (size - sizes[low]) / max(1, sizes[high] - sizes[low])
+            found = (round(first + share * (last - first)) for first, last in zip(*ends, strict=True))
+            return not self.fits(replace(prediction, activations=Activations(*found)))
+
         own = sizes.index(choice.batch_size)
-        span = (0, own) if exceed(result.activations) else (own + 1, len(sizes))
-        above = bisect_left(sizes, True, *span, key=lambda size: exceed(activations(size)))
-        if above in (0, len(sizes)):
-            return sizes[above - 1] if above else 0
-        low, high = sizes[above - 1 : above + 1]
-        ends = list(zip(activations(low), activations(high), strict=True))
-
-        def between(size: int) -> Activations:
-            share = (size - low) / (high - low)
-            return Activations(*(round(first + share * (last - first)) for first, last in ends))
-
-        return low + bisect_left(range(low + 1, high + 1), True, key=lambda size: exceed(between(size)))
+        above = bisect_left(sizes, True, *((0, own) if exceeds(choice.batch_size) else (own + 1, len(sizes))), key=exceeds)
+        low, high = sizes[above - 1] if above else 0, sizes[min(above, len(sizes) - 1)]
+        return low + bisect_left(range(low + 1, high), True, key=exceeds)

@@ -40,27 +40,19 @@ class Network(NamedTuple):
         """Return the seconds of an iteration in which computation waits for communication, by kind of collective.
 
         Args:
-            prediction: of a rank.
-            forward: seconds of a micro-step.
-            backward: seconds of a micro-step.
+            forward, backward: seconds of a micro-step.
             newton_schulz: seconds of an iteration in which Muon computes with whole matrices.
 
         Reductions run during the backward that sends them, all-gathers during the next forward, the exchange of matrices while
         others are transformed, and the broadcasts of ZeroRedundancyOptimizer during nothing. The embedding is always exposed,
         see `Prediction.exposed_share`.
         """
-        micro_steps = prediction.micro_steps
         took = dict.fromkeys(KINDS, 0.0) | self.seconds(prediction)
 
         def not_hidden(seconds: float, by: float, share: float = prediction.exposed_share) -> float:
             return max(seconds * share, seconds - by)
 
-        if prediction.gathered_in_forward < 1:  # gathers in forward and in backward
-            total, reduce = took["all-gather"] / micro_steps, took["reduce-scatter"] / micro_steps
-            gather = total * prediction.gathered_in_forward
-            in_backward = max(reduce * prediction.exposed_share, total - gather + reduce - backward)
-            return {"all-gather": micro_steps * not_hidden(gather, forward), "reduce-scatter": micro_steps * in_backward}
-        sending = micro_steps if prediction.shard_gradients else 1  # backwards that send
+        sending = prediction.micro_steps if prediction.shard_gradients else 1  # backwards that send
         each = took["reduce-scatter"] / sending
         last = not_hidden(each + took["all-reduce"], backward)  # of replicas, too
         earlier = max(0.0, not_hidden(each, backward) - forward)  # what is left runs beside the next forward

@@ -7,7 +7,7 @@ from torch.autograd import Variable
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from forecast.prediction import sent_by_data_parallel
+from forecast.baselines import sent_by_data_parallel
 from zero.collectives import KINDS
 from zero.optimizer import ShardedOptimizer
 from zero.sharded_state import partition

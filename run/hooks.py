@@ -19,7 +19,7 @@ from distributed.ranks import print0
 from distributed.signals import Action, Signals
 from distributed.watchdog import Watchdog, position
 from forecast.modes import without_effect
-from forecast.run_memory import Workload
+from forecast.prediction import Workload
 from model import GPT
 from run.checkpoints import Checkpoints, State
 from run.guard import Guard
@@ -116,7 +116,7 @@ class Run:
             state.wandb_run_id = self.log.wandb.id or state.wandb_run_id
         how = raw_model.activation_checkpointing, raw_model.loss_chunk, config["compile"]
         workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, *how)
-        self.memory = Memory(self.log, model, optimizer, workload, flags.shard_gradients, self.micro_steps)
+        self.memory = Memory(self.log, model, optimizer, workload, flags, self.micro_steps)
         if isinstance(optimizer, ShardedOptimizer):
             self.profiler.wait = optimizer.synchronize
         of_run = self.tokens_per_iter, raw_model.flops_per_token(), state.iter_num, config["max_iters"], state.elapsed_s

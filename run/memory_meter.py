@@ -2,8 +2,9 @@
 
 import resource
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.launch import launched
 from distributed.ranks import print0
-from forecast.prediction import Activations, replicated
-from forecast.run_memory import Forecast, Workload, predicted, predicted_activations, with_own_state
+from forecast.optimizer_state import state_bytes, state_of_ranks
+from forecast.prediction import Activations, Optimizer, Prediction, Workload
+from forecast.run_memory import planned_optimizer, predicted, predicted_activations
 from run.logger import Logger
 from run.metrics import POINT_KEYS, Point
 from run.report import size
@@ -20,9 +22,9 @@ from zero.codecs import codec_of, encoded_nbytes
 from zero.flags import Flags
 from zero.held_bytes import held_bytes
 from zero.host_comm import gather_objects, is_rank_0
-from zero.layout import Plan, replicated_plan
+from zero.layout import ParameterSpec
 from zero.optimizer import ShardedOptimizer
-from zero.sharded_state import Partition, parameters, partition
+from zero.sharded_state import parameters, partition
 
 TOLERANCE = 0.05  # a larger relative difference between prediction and measurement causes a warning ...
 GPU_WORKSPACES = 100_000_000  # ... if it is also more than this on a GPU, where cuBLAS and others take workspaces
@@ -40,6 +42,7 @@ class Memory:
         log: receives the prediction and what is compared with it.
         model, optimizer: what `zero.build.build` returned.
         workload: of a micro-step.
+        flags: those that `build` was given.
         micro_steps: the number of them per iteration on each rank.
     """
 
@@ -49,7 +52,7 @@ class Memory:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         workload: Workload,
-        shard_gradients: bool,
+        flags: Flags,
         micro_steps: int,
     ) -> None:
         self.log, self.model, self.optimizer, self.compiled = log, model, optimizer, workload.compiled
@@ -60,18 +63,20 @@ class Memory:
         self._points: dict[str, int] = dict.fromkeys(POINT_KEYS, 0)
         self._largest_peak = 0
         self.measure("after init")
-        launch, part = launched(), partition(optimizer)
-        plan, on_cpu = _plan_of(part), workload.device_type == "cpu"
-        activations = _activations(workload, "bfloat16" if plan.has_masters else "float32") if is_rank_0() else Activations()
+        launch, plan, on_cpu = launched(), partition(optimizer).plan, workload.device_type == "cpu"
+        param_dtype = "bfloat16" if plan.has_masters else "float32"
+        activations = _tried("activations", lambda: predicted_activations(workload, param_dtype)) if is_rank_0() else None
         frozen = sum(param.nbytes for param in set(model.parameters()) - set(parameters(optimizer)))
-        flags, inner = _flags_of(optimizer, shard_gradients), (type(part.inner), dict[str, Any]())
-        how: dict[str, Any] = {"world_size": launch.world_size, "micro_steps": micro_steps, "frozen": frozen}
-        how |= {"distributed": launch.distributed, "on_cpu": on_cpu}
-        self.forecast = Forecast(predicted(plan.params, flags, inner, **how), activations, on_cpu)
+        how: dict[str, Any] = {"distributed": launch.distributed, "frozen": frozen}
+        alone = partial(predicted, plan.params, Flags(use_zero1=False), _optimizer_of(plan.params), **how)
+        how |= {"world_size": launch.world_size, "micro_steps": micro_steps, "on_cpu": on_cpu}
+        how["activations"] = activations or Activations()
+        own = partial(predicted, plan.params, flags, _optimizer_of(plan.params), **how)
         self.compared = False
-        self.predicted = self.forecast.prediction.at("before step")
+        self.prediction: Prediction | None = _tried("memory", own)
+        self.predicted = self.prediction.at("before step") if self.prediction else {}
         # bytes that one rank would hold without sharding before its step
-        self.plain = replicated(replicated_plan(plan.params), 0, 1, 1, distributed=False, frozen=frozen).at("before step")
+        self.plain: dict[str, int] = alone().at("before step") if self.prediction else {}
 
     def measure(self, point: Point) -> None:
         """Measure what this rank holds now.
@@ -108,8 +113,10 @@ class Memory:
         return figures
 
     def announce(self, iteration: int) -> None:
-        """Print and log the prediction."""
-        peak, parts = self.forecast.peak, {"activations": self.forecast.activations.saved, **self.predicted}
+        """Print and log the prediction, if there is one."""
+        if self.prediction is None:
+            return
+        peak, parts = self.prediction.peak, {"activations": self.prediction.activations.saved, **self.predicted}
         held = _parts({**parts, "temporary tensors": max(0, peak - sum(parts.values()))})
         on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
         print0(f"predicted memory: {size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
@@ -127,21 +134,22 @@ class Memory:
             return
         total, _, held = max(by_rank, key=lambda rank: rank[0])
         peak = max(peak for _, peak, _ in by_rank)
-        predicted = sum(self.predicted.values())
-        line = f"memory of tensors: {size(total)} of parameters, gradients, state and buckets (predicted {size(predicted)})"
         event: dict[str, Any] = {"iter": iteration, **_logged("measured", held)}
         if on_gpu:
-            line += f", {size(peak)} at the peak (predicted {size(self.forecast.peak)})"
             event["memory/measured_peak_mb"] = peak / 1e6
-        print0(line)
         self.log.log(event)
+        if self.prediction is None:
+            return
+        predicted = sum(self.predicted.values())
+        line = f"memory of tensors: {size(total)} of parameters, gradients, state and buckets (predicted {size(predicted)})"
+        print0(line + (f", {size(peak)} at the peak (predicted {size(self.prediction.peak)})" if on_gpu else ""))
         if self._differs(predicted, total):
             self.log.warn(f"model and optimizer take {_parts(held)}; predicted were {_parts(self.predicted)}")
-        is_comparable = self.forecast.activations.saved > 0 and not (self.compiled and peak < self.forecast.peak)
-        if on_gpu and is_comparable and self._differs(self.forecast.peak, peak):
+        is_comparable = self.prediction.activations.saved > 0 and not (self.compiled and peak < self.prediction.peak)
+        if on_gpu and is_comparable and self._differs(self.prediction.peak, peak):
             self.log.warn(
                 f"the peak is {size(peak)}; predicted were {_parts(self.predicted)}, and activations of "
-                f"{size(self.forecast.activations.saved)}"
+                f"{size(self.prediction.activations.saved)}"
             )
 
     def _differs(self, predicted: int, measured: int) -> bool:
@@ -169,12 +177,13 @@ def reset_peak(device: torch.device) -> None:
             file.write("5")  # man 5 proc: resets the peak resident set size
 
 
-def _activations(workload: Workload, param_dtype: str) -> Activations:
+def _tried(what: str, predict: Callable[[], Any]) -> Any:
+    """Return a prediction, or None if it fails."""
     try:
-        return predicted_activations(workload, param_dtype)
-    except Exception as error:  # a model that was changed may do what fake tensors cannot do
-        print0(f"note: activations cannot be predicted: {type(error).__name__}: {error}")
-        return Activations()
+        return predict()
+    except Exception as error:  # a model or an optimizer that was changed may do what tensors without memory cannot do
+        print0(f"note: {what} cannot be predicted: {type(error).__name__}: {error}")
+        return None
 
 
 def _parts(by_purpose: dict[str, int]) -> str:
@@ -185,29 +194,8 @@ def _logged(which: str, by_purpose: dict[str, int]) -> dict[str, float]:
     return {f"memory/{which}_{purpose}_mb": count / 1e6 for purpose, count in by_purpose.items() if count}
 
 
-def _flags_of(optimizer: torch.optim.Optimizer, shard_gradients: bool) -> Flags:
-    """Return the flags that choose an optimizer."""
-    if isinstance(optimizer, ShardedOptimizer):
-        return Flags(**{**vars(optimizer.options), "shard_gradients": shard_gradients})
-    return Flags(zero1_impl="torch", use_zero1=isinstance(optimizer, ZeroRedundancyOptimizer))
-
-
-def _plan_of(part: Partition) -> Plan:
-    """Return the plan, with the state that the class of the optimizer keeps."""
-    return replace(part.plan, params=with_own_state(part.plan.params, part.inner))
-
-
-def _held_state(plan: Plan, rank: int) -> tuple[int, int]:
-    """Return the bytes of the optimizer state of a rank, and of its masters."""
-    codec, state, masters = codec_of(plan.state_dtype), 0, 0
-    for slice_ in plan.slices(rank):
-        spec, dtype = plan.params[slice_.number], plan.update_dtypes[slice_.number]
-        encoded = codec is not None and dtype == torch.float32 and spec.shape
-        state += spec.state_tensors * (encoded_nbytes(codec, slice_.numel) if encoded else slice_.numel * dtype.itemsize)
-    for buffer in plan.buffers:
-        itemsize = (2 if buffer.has_remainders else buffer.update_dtype.itemsize) if buffer.has_masters else 0
-        masters += itemsize * sum(len(shards[rank]) for shards in buffer.layout.shards)
-    return state, masters
+def _optimizer_of(specs: Sequence[ParameterSpec]) -> Optimizer:
+    return planned_optimizer({} if any(spec.matrices for spec in specs) else None)
 
 
 def describe(optimizer: torch.optim.Optimizer, without_effect: list[str]) -> str:
@@ -216,19 +204,20 @@ def describe(optimizer: torch.optim.Optimizer, without_effect: list[str]) -> str
     `without_effect`: what `forecast.modes.without_effect` returned.
     """
     part = partition(optimizer)
-    plan, optimizer_class = _plan_of(part), type(part.inner).__name__
-    state = plan.state_bytes
+    plan, optimizer_class = part.plan, type(part.inner).__name__
+    of_params = _tried("optimizer state", lambda: state_bytes(plan.params, _optimizer_of(plan.params)))
+    state = state_of_ranks(plan, of_params or [0] * len(plan.params))
     whole = f"{sum(state) / 1e6:.1f} MB"
     idle = f"; without effect on one rank: {', '.join(without_effect)}" if without_effect else ""
     if not isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
         return f"Using plain {optimizer_class}: {whole} of optimizer state on each rank{idle}"
-    held, masters = _held_state(plan, state.index(max(state)))
+    held = encoded_nbytes(codec_of(plan.state_dtype), max(state) // 4)
     text = f"{held / 1e6:.1f} MB of {optimizer_class} state on the fullest rank"
     if plan.state_dtype != "float32":
         text += f" (in {plan.state_dtype} between updates)"
     if plan.has_masters:
         kind = "remainders" if any(buffer.has_remainders for buffer in plan.buffers) else "float32 masters"
-        text += f", plus {masters / 1e6:.1f} MB of {kind} of the {plan.param_dtype} weights"
+        text += f", plus {held_bytes(optimizer)['master'] / 1e6:.1f} MB of {kind} of the {plan.param_dtype} weights"
     name, count = ("sharded", optimizer.comm.replicas) if isinstance(optimizer, ShardedOptimizer) else ("torch", 1)
     how = f"{type(optimizer).__name__} on one rank"
     if len(state) * count > 1:

@@ -174,7 +174,8 @@ class Meter:
         values_of = {name: [of_rank[name] for of_rank in memories] for name in memories[0]}
         values_of = {name: values for name, values in values_of.items() if name.endswith("_mb") or any(values)}  # no 0 counters
         event = {f"memory/{name}": max(values) for name, values in values_of.items()}
-        event["memory/predicted_mb"] = self.memory.forecast.peak / 1e6
+        if self.memory.prediction is not None:
+            event["memory/predicted_mb"] = self.memory.prediction.peak / 1e6
         if len(losses) > 1:  # there are ranks to compare
             event["iter/loss_max_rank"] = float(np.max(losses))  # nan if a loss is nan
             event["time/rank_spread_ms"] = max(times) - min(times)
@@ -183,7 +184,7 @@ class Meter:
             event |= {f"memory/{name}_min": min(values) for name, values in differing.items()}
             event |= {f"memory/{name}_rank": values.index(max(values)) for name, values in differing.items()}
         saved = sum(self.memory.plain.values()) - max(held)
-        if self.memory.has_state and saved:  # not before the first update, and not for what is not sharded
+        if self.memory.has_state and self.memory.plain and saved:  # not before the first update, nor without sharding
             event["memory/saved_mb"] = saved / 1e6
         return event
 

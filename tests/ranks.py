@@ -132,11 +132,12 @@ def stop_living() -> None:
 
 def travel_as_on_gpu() -> None:
     """Let gloo take the ways of NCCL in this process: its own reduce-scatter, all-gather and all-to-all, and no pool."""
-    from zero import collectives, update
+    from zero import update
+    from zero.collectives import Communicator
 
     update.TOGETHER = 70  # elements: of several small buckets, two or three share a call of the optimizer
-    collectives.is_on_cpu = lambda tensor: False
-    collectives.Communicator._is_native = lambda comm, bucket: True  # type: ignore[method-assign]
+    Communicator.is_on_cpu = lambda comm, tensor: False  # type: ignore[method-assign]
+    Communicator._is_native = lambda comm, bucket: True  # type: ignore[method-assign]
 
 
 def _serve(rank: int, connection: Connection, world_size: int, folder: str) -> None:

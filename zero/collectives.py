@@ -1,7 +1,7 @@
 """Reduce-scatter and all-gather of flat buckets, with the fast method of each backend. Counts bytes and wait time."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero.host_comm import TAG, SimulatedGroup, timeout_of
+from zero.host_comm import TAG, timeout_of
 from zero.options import Options
 from zero.stopwatch import Stopwatch, mark
-from zero.tensors import pieces
+from zero.tensors import is_in_main_memory, pieces
 
 # torch 2.13 renamed these two functions; torch 2.11 has only the old names
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -23,11 +23,6 @@ KEPT_BYTES = 4_000_000  # bytes of the smallest tensor that a Pool keeps
 PART = 2**22  # elements that are broadcast at a time
 SUMMED_BY_NCCL = (torch.float32, torch.float64)  # other dtypes are added up in float32, see `Communicator.reduce_scatter`
 GRADIENTS, PARAMETERS, MATRICES = TAG + 1, TAG + 2, TAG + 3  # so that no parameter is ever taken for a gradient
-
-
-def is_on_cpu(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is sent as between CPUs. Tests replace this function, so that gloo sends as between GPUs."""
-    return tensor.device.type == "cpu"
 
 
 @cache  # each group has threads on a CPU, and memory on a GPU: all optimizers of the same ranks share one
@@ -60,18 +55,22 @@ class AllToAllWork(NamedTuple):
 
 
 class Pool:
-    """CPU tensors of `KEPT_BYTES` or more, which are kept for reuse: fresh memory would take more time than the sum in it."""
+    """CPU tensors of `KEPT_BYTES` or more, which are kept for reuse: fresh memory would take more time than the sum in it.
 
-    def __init__(self) -> None:
+    `is_on_cpu`: that of a Communicator.
+    """
+
+    def __init__(self, is_on_cpu: Callable[[torch.Tensor], bool]) -> None:
+        self._is_on_cpu = is_on_cpu
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def acquire(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor, (numel,), with the dtype and device of `like` and undefined content."""
         free = self._free.get((numel, like.dtype))
-        return free.pop() if free and is_on_cpu(like) else like.new_empty(numel)
+        return free.pop() if free and self._is_on_cpu(like) else like.new_empty(numel)
 
     def release(self, tensor: torch.Tensor) -> None:
-        if is_on_cpu(tensor) and tensor.nbytes >= KEPT_BYTES:
+        if self._is_on_cpu(tensor) and tensor.nbytes >= KEPT_BYTES:
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
     def clear(self) -> None:
@@ -80,15 +79,6 @@ class Pool:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for free in self._free.values() for tensor in free)
-
-
-def _write_sum(parts: list[torch.Tensor], place: torch.Tensor) -> None:
-    """Write the sum of the parts to `place`, in its dtype, added from the first to the last. `place` may be the first part."""
-    total = parts[0]
-    if len(parts) == 1 or total.dtype != place.dtype:
-        total = place.copy_(total)
-    for part in parts[1:]:
-        total = torch.add(total, part.to(place.dtype) if is_on_cpu(place) else part, out=place)
 
 
 class Communicator:
@@ -100,26 +90,35 @@ class Communicator:
     (`num_distributed_optimizer_instances`). `group`: all ranks that train. `options` say how many of them a shard group has.
     """
 
-    def __init__(self, group: Any, options: Options = Options()) -> None:
-        self.is_simulated = isinstance(group, SimulatedGroup)
-        distributed = dist.is_initialized() and not self.is_simulated
-        self.group, self.options = group, options
-        alone = group if isinstance(group, SimulatedGroup) else (0, 1)
-        self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if distributed else alone
-        self.shard_size = options.sharing(self.world_size)
-        self.replicas = self.world_size // self.shard_size
-        self.replica, self.shard_rank = divmod(self.rank, self.shard_size)
-        self.shard_group, self.replica_group = group, None
-        if self.replicas > 1 and not self.is_simulated:
+    is_gloo = False
+    shard_group: dist.ProcessGroup | None
+    replica_group: dist.ProcessGroup | None
+    checks_values = True  # whether parameters must have memory of their own. False in a dry run, where none has memory
+
+    def __init__(self, group: dist.ProcessGroup | None, options: Options = Options()) -> None:
+        distributed = dist.is_initialized()
+        self._prepare(group, *((dist.get_rank(group), dist.get_world_size(group)) if distributed else (0, 1)), options)
+        self.is_gloo = distributed and dist.get_backend(group) == "gloo"
+        if self.replicas > 1:
             first = self.replica * self.shard_size
             whole = group or dist.group.WORLD
             self.shard_group = _subgroup(whole, range(first, first + self.shard_size))
             self.replica_group = _subgroup(whole, range(self.shard_rank, self.world_size, self.shard_size))
-        self.mean_factor = torch.tensor(1 / self.world_size, dtype=torch.float64, device="cpu")  # a tensor takes less time
-        self.is_gloo = distributed and dist.get_backend(group) == "gloo"
-        self.pool = Pool()
+
+    def _prepare(self, group: Any, rank: int, world_size: int, options: Options) -> None:
+        self.group, self.rank, self.world_size, self.options = group, rank, world_size, options
+        self.shard_size = options.sharing(world_size)
+        self.replicas = world_size // self.shard_size
+        self.replica, self.shard_rank = divmod(rank, self.shard_size)
+        self.shard_group, self.replica_group = group, None
+        self.mean_factor = torch.tensor(1 / world_size, dtype=torch.float64, device="cpu")  # a tensor takes less time
+        self.pool = Pool(self.is_on_cpu)
         self.sent_bytes: Counter[str] = Counter()  # bytes that this rank sent, by kind of collective
         self.waits = Stopwatch(of_collectives=True)  # exposed communication: time that the computation waited, by kind
+
+    def is_on_cpu(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is sent as between CPUs."""
+        return is_in_main_memory(tensor)
 
     @property
     def is_alone(self) -> bool:
@@ -138,7 +137,7 @@ class Communicator:
             return ReduceScatterWork(bucket, [bucket], [], [])
         native = self._is_native(bucket) and bucket.dtype in SUMMED_BY_NCCL
         own = bucket.numel() // self.shard_size
-        if is_on_cpu(bucket):  # gloo sends only from main memory
+        if self.is_on_cpu(bucket):  # gloo sends only from main memory
             received = [self.pool.acquire(own, bucket) for _ in range(self.shard_size - 1)]
             parts, sources = bucket.chunk(self.shard_size), [source for source, _ in self._peers()]
             works = self._exchange(parts, dict(zip(sources, received, strict=True)), GRADIENTS)
@@ -167,9 +166,9 @@ class Communicator:
         elif shard is None or shard.dtype != like.dtype:
             shard, received = self.pool.acquire(like.numel(), like), received + before
         parts = before + parts
-        if is_on_cpu(shard) and parts[-1].dtype != shard.dtype:  # a CPU adds two dtypes slowly
+        if self.is_on_cpu(shard) and parts[-1].dtype != shard.dtype:  # a CPU adds two dtypes slowly
             for place, *addends in pieces(shard, *parts):
-                _write_sum(addends, place)
+                _write_sum((addend.to(place.dtype) for addend in addends), place)
         else:
             _write_sum(parts, shard)
         for tensor in (reduction.bucket, *received):
@@ -187,11 +186,12 @@ class Communicator:
         if not self.is_alone and self._is_native(bucket):
             return self._start(_all_gather_single, bucket, own, group=self.shard_group)
         shards = bucket.chunk(self.shard_size)
-        if is_on_cpu(bucket) or self.is_alone:
+        if self.is_on_cpu(bucket) or self.is_alone:
             return self._exchange([own] * self.shard_size, dict(enumerate(shards)), PARAMETERS)
-        return [
-            dist.broadcast(shard, group_src=owner, group=self.shard_group, async_op=True) for owner, shard in enumerate(shards)
-        ]
+        works: list[dist.Work] = []
+        for owner, shard in enumerate(shards):
+            works += self._start(dist.broadcast, shard, group_src=owner, group=self.shard_group)
+        return works
 
     def all_to_all(self, outgoing: torch.Tensor, sent: list[int], received: list[int]) -> AllToAllWork:
         """Start an all-to-all over the shard group: each rank sends a part of `outgoing` to every rank.
@@ -201,7 +201,7 @@ class Communicator:
         incoming = outgoing.new_empty(sum(received))
         parts, places = outgoing.split(sent), incoming.split(received)
         self.sent_bytes["all-to-all"] += outgoing.nbytes - parts[self.shard_rank].nbytes
-        if is_on_cpu(outgoing) or self.is_alone:
+        if self.is_on_cpu(outgoing) or self.is_alone:
             places[self.shard_rank].copy_(parts[self.shard_rank])
             return AllToAllWork(outgoing, incoming, self._exchange(parts, dict(enumerate(places)), MATRICES))
         works = self._start(dist.all_to_all_single, incoming, outgoing, received, sent, group=self.shard_group)
@@ -225,8 +225,8 @@ class Communicator:
             if part.dtype != values.dtype:
                 part = torch.empty_like(part, dtype=values.dtype)
             part.copy_(values[first : first + PART])
-            if self.world_size > 1 and not self.is_simulated:
-                dist.broadcast(part, group_src=0, group=self.group)
+            for work in self._start(dist.broadcast, part, group_src=0, group=self.group) if self.world_size > 1 else ():
+                work.wait()
             yield first, part
 
     def wait(self, kind: str, works: list[dist.Work], device: torch.device) -> None:
@@ -238,12 +238,13 @@ class Communicator:
         self.waits.add(kind, begin, mark(device))
 
     def _start(self, collective: Any, *args: Any, **how: Any) -> list[dist.Work]:
-        return [] if self.is_simulated else [collective(*args, async_op=True, **how)]
+        """Start a collective. A dry run overrides this method and `_exchange`: nothing else talks to other ranks."""
+        return [collective(*args, async_op=True, **how)]
 
     def _exchange(self, parts: Sequence[torch.Tensor], places: dict[int, torch.Tensor], tag: int) -> list[dist.Work]:
         """Start to send a part to each other rank, `parts[rank]`, and to receive one from it, in `places[rank]`."""
         works: list[Any] = []
-        for source, target in () if self.is_simulated else self._peers():
+        for source, target in self._peers():
             if parts[target].numel():  # with gloo, a receive before the send takes longer, 2 % of a step of 10M parameters
                 works.append(dist.isend(parts[target], group_dst=target, group=self.shard_group, tag=tag))
             if places[source].numel():
@@ -257,4 +258,15 @@ class Communicator:
 
     def _is_native(self, bucket: torch.Tensor) -> bool:
         """Return whether the backend's own functions are the fast method."""
-        return not is_on_cpu(bucket) and not self.is_gloo
+        return not self.is_on_cpu(bucket) and not self.is_gloo
+
+
+def _write_sum(parts: Iterable[torch.Tensor], place: torch.Tensor) -> None:
+    """Write the sum of the parts to `place`, in its dtype, added from the first to the last. `place` may be the first part."""
+    total = next(parts := iter(parts))
+    if total.dtype != place.dtype:
+        total = place.copy_(total)
+    for part in parts:
+        total = torch.add(total, part, out=place)
+    if total is not place:
+        place.copy_(total)

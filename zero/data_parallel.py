@@ -93,7 +93,7 @@ class ShardedDataParallel(nn.Module):
         on_all_ranks(self._check_own_parameters, self.optimizer.comm.group)
 
     def _check_own_parameters(self) -> None:
-        if not self.optimizer.comm.is_simulated:
+        if self.optimizer.comm.checks_values:
             check_values(self.module)
         check_not_wrapped(self.module)
         check_all_managed(self.module, self._placed.number_of)
@@ -199,7 +199,7 @@ class ShardedDataParallel(nn.Module):
     def _broadcast(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Overwrite tensors, with any strides, with the tensors of rank 0."""
         comm, own = self.optimizer.comm, [distinct_elements(name, tensor.detach()) for name, tensor in named]
-        if comm.world_size > 1 and not comm.is_simulated and (tensors := [tensor for tensor in own if tensor.numel()]):
+        if comm.world_size > 1 and (tensors := [tensor for tensor in own if tensor.numel()]):
             group: Any = comm.group or dist.group.WORLD
             dist._broadcast_coalesced(group, tensors, MESSAGE_BYTES, 0)
 

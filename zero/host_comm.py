@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,21 +11,11 @@ import torch.distributed as dist
 TAG = 0x2E60  # of messages between two ranks, so that a receive in user code never takes one
 MESSAGE_BYTES = 25_000_000  # largest message; longer tensors are sent in several
 LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
-
-
-class SimulatedGroup(NamedTuple):
-    """In place of a process group: a rank of many, of which the others do not exist. Nothing is sent or received.
-
-    Its model may be on the meta device. So a dry run shows what an optimizer and its wrapper allocate, see `forecast.dry_run`.
-    """
-
-    rank: int
-    size: int
+ALONE: Any = object()  # in place of a process group: there is no other rank to talk to, whatever torch.distributed has
 
 
 def _is_alone(group: Any) -> bool:
-    """Return whether there is no other rank to talk to."""
-    return isinstance(group, SimulatedGroup) or not dist.is_initialized() or dist.get_world_size(group) == 1
+    return group is ALONE or not dist.is_initialized() or dist.get_world_size(group) == 1
 
 
 def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

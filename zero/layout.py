@@ -41,10 +41,8 @@ class ParameterSpec(NamedTuple):
     requires_grad: bool = True
     group: int = 0  # number of its parameter group
     position: int = -1  # in the order in which the model registers its parameters; -1 if unknown
-    name: str = ""
     matrices: int = 0  # how many it consists of, for an optimizer that updates matrices, see `zero.muon`
     matrix_dtype: torch.dtype = torch.bfloat16  # in which these are sent
-    state_tensors: int = 2  # optimizer state tensors of its shape; other classes: `forecast.run_memory.with_own_state`
 
     @property
     def numel(self) -> int:
@@ -67,14 +65,13 @@ class Slice(NamedTuple):
 def parameter_specs(
     groups: list[dict[str, Any]],
     registration_order: Iterable[torch.nn.Parameter] = (),
-    names: Mapping[torch.nn.Parameter, str] | None = None,
     device: torch.device | None = None,
 ) -> list[ParameterSpec]:
     """Return the specs of the parameters in torch.optim groups.
 
     `registration_order`: that of `model.parameters()`. `device`: where the parameters will be; None: where they are.
     """
-    positions, names = {param: position for position, param in enumerate(registration_order)}, names or {}
+    positions = {param: position for position, param in enumerate(registration_order)}
     return [
         ParameterSpec(
             tuple(param.shape),
@@ -83,10 +80,8 @@ def parameter_specs(
             param.requires_grad,
             group=index,
             position=positions.get(param, -1),
-            name=names.get(param, ""),
             matrices=group.get("matrices", 0),
             matrix_dtype=getattr(torch, group.get("ns_dtype", "bfloat16")),
-            state_tensors=1 if group.get("matrices") else 2,  # the momentum of Muon, the moments of AdamW
         )
         for index, group in enumerate(groups)
         for param in group["params"]
@@ -186,13 +181,6 @@ class Plan:
         if rank == 0:  # rank 0 has the optimizer state of frozen parameters, if there is any
             slices += [Slice(number, 0, spec.numel) for number, spec in enumerate(self.params) if not spec.requires_grad]
         return sorted(slices)
-
-    @cached_property
-    def state_bytes(self) -> list[int]:
-        """By rank: bytes of the per-element optimizer state of the trainable parameters, in the dtype of the update."""
-        with_dtypes = zip(self.params, self.update_dtypes, strict=True)
-        each = [spec.requires_grad * spec.state_tensors * dtype.itemsize for spec, dtype in with_dtypes]  # per element
-        return [sum(each[slice_.number] * slice_.numel for slice_ in self.slices(rank)) for rank in range(self.world_size)]
 
     @cached_property
     def update_dtypes(self) -> list[torch.dtype]:

@@ -15,7 +15,7 @@ from zero.buckets import Bucket, Placement
 from zero.checks import check_addition, check_class, check_in_place
 from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms
-from zero.host_comm import SimulatedGroup, meet, on_all_ranks, on_any_rank
+from zero.host_comm import meet, on_all_ranks, on_any_rank
 from zero.interface import CallersState, DividedState
 from zero.masters import store_rounded
 from zero.options import Options
@@ -45,8 +45,7 @@ class ShardedOptimizer(DividedState):
         params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
         optimizer_cls, optimizer_class: class of the inner optimizer; give one. A class from neither torch.optim nor `zero`
             steps once for all buckets. Its `train` and `eval`, if any, exist here too; call them on all ranks.
-        process_group: the ranks that train the model. Default: all ranks, or this process without torch.distributed. A
-            SimulatedGroup is for a dry run.
+        process_group: the ranks that train the model. Default: all ranks, or this process without torch.distributed.
         registration_order: `model.parameters()`, if `params` have another order. Buckets reverse it, as backward does.
         elementwise: True for another class than torch.optim's, to promise that its update of an element depends only on that
             element, its gradient, its state, the hyperparameters of its group and the number of steps.
@@ -61,11 +60,13 @@ class ShardedOptimizer(DividedState):
     Source: Rajbhandari et al., "ZeRO", section 5.1 (P_os), and the interface of ZeroRedundancyOptimizer.
     """
 
+    _communicator: Callable[..., Communicator] = Communicator  # a dry run has another one
+
     def __init__(
         self,
         params: Iterable[Any],
         optimizer_cls: type[torch.optim.Optimizer] | None = None,
-        process_group: dist.ProcessGroup | SimulatedGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
@@ -80,7 +81,7 @@ class ShardedOptimizer(DividedState):
         if overlap_with_ddp:
             raise ValueError("overlap_with_ddp=True is not supported; use zero.ShardedDataParallel, which overlaps")
         optimizer_cls = check_class(optimizer_cls, optimizer_class, elementwise)
-        self.comm = Communicator(process_group, self.options)
+        self.comm = self._communicator(process_group, self.options)
         self._make_inner = partial(optimizer_cls, **kwargs)  # from groups of slices
         self._new_placement = partial(Placement, self.comm, list(registration_order or ()), device)
         self.placed: Placement
@@ -150,10 +151,8 @@ class ShardedOptimizer(DividedState):
 
         `closure` recomputes the loss, once. Its result is returned.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         self._prepare()
         self._update.check(self.param_groups)
         self.source.check()

@@ -91,7 +91,7 @@ def _checked_plan(placed: Placement, groups: Groups, make_inner: partial[torch.o
     cls: Any = make_inner.func
 
     def check() -> None:
-        if not comm.is_simulated:
+        if comm.checks_values:
             check_parameters(params, options.stored_dtype)
         if codec_of(options.state_dtype) is not None:
             check_rounding(cls, groups)

@@ -1,5 +1,6 @@
 """Tensors as ranges of memory: flat views, storages, elements that share memory. Their nodes in a graph of autograd."""
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -8,6 +9,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
+
+# types of devices whose memory this is. A dry run adds "meta" while its tensors, which have no memory, stand for a CPU's
+MAIN_MEMORY = {"cpu"}
 
 
 def flattened(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -30,21 +34,22 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(like.shape, like.stride())
 
 
-def piece_numel(on_cpu: bool) -> int:
-    """Return how many elements are processed at a time.
-
-    On a CPU, intermediate results fit into its cache. On a GPU they need little memory, but more time than a launch;
-    both moments of a shard of 5M elements, as of a bucket of GPT-2 XL on 8 ranks, are one piece.
-    """
-    return 2**17 if on_cpu else 10 * 2**20
+def is_in_main_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in main memory, or stands for one that does."""
+    return tensor.device.type in MAIN_MEMORY
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield tensors of equal length part by part: few elements of the first one at a time on a CPU, more on a GPU."""
-    length = piece_numel(tensors[0].device.type == "cpu") // max(1, tensors[0].shape[1:].numel())
+    """Yield tensors of equal length part by part.
+
+    On a CPU, intermediate results then fit into its cache. On a GPU they need little memory, but more time than a launch;
+    both moments of a shard of 5M elements, as of a bucket of GPT-2 XL on 8 ranks, are one piece.
+    """
+    length = (2**17 if is_in_main_memory(tensors[0]) else 10 * 2**20) // max(1, tensors[0].shape[1:].numel())
     if len(tensors[0]) <= length:
         return iter((tensors,))
-    return zip(*(tensor.split(length) for tensor in tensors), strict=True)
+    parts = zip(*(tensor.split(length) for tensor in tensors), strict=True)
+    return itertools.islice(parts, 2) if tensors[0].is_meta else parts  # in a dry run, what two take all others take
 
 
 def cut_sizes(slices: Iterable[tuple[int, int]], numel: int) -> list[int]:

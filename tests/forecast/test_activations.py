@@ -13,7 +13,8 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from distributed.machine import DTYPES
-from forecast.activations import LiveBytes, micro_step, predict
+from forecast.activations import micro_step, predict
+from forecast.live_bytes import LiveBytes
 from forecast.prediction import Workload
 from loss import first_tokens
 from model import GPT, GPTConfig
@@ -35,7 +36,7 @@ REST = [pytest.param(*pair, marks=SLOW) for pair in itertools.product(PRECISIONS
 
 @pytest.fixture(autouse=True)
 def _without_scratch_memory(monkeypatch):
-    monkeypatch.setattr("forecast.activations.multiplies_in_float32", lambda transposed: False)
+    monkeypatch.setattr("forecast.live_bytes.multiplies_in_float32", lambda transposed: False)
 
 
 def work(config, dtype, way=(False, 0), device_type="cpu"):
@@ -121,7 +122,7 @@ def test_products_take_scratch_memory_on_some_cpus_and_none_on_a_gpu(monkeypatch
     """With AVX2 those of a transposed factor do, such as the gradient of a weight; with AVX-512 also those that are larger."""
     found = {}
     for device_type, (name, scratch) in itertools.product(("cpu", "cuda"), SCRATCH.items()):
-        monkeypatch.setattr("forecast.activations.multiplies_in_float32", scratch)
+        monkeypatch.setattr("forecast.live_bytes.multiplies_in_float32", scratch)
         found[device_type, name] = predict(work(WIDE, "bfloat16", device_type=device_type), "float32")
     assert len({found["cuda", name] for name in SCRATCH}) == 1
     assert len({found["cpu", name].saved for name in SCRATCH}) == 1

@@ -1,6 +1,6 @@
 """What is predicted is what malloc gives out, below PyTorch: at every point of a step, for every mode, on real ranks.
 
-Inside of PyTorch, a counter changes what it counts (see `activations.LiveBytes`). Therefore, this file runs as a script in a
+Inside of PyTorch, a counter changes what it counts (see `live_bytes.LiveBytes`). Therefore, this file runs as a script in a
 process of its own, with malloc_counter.c preloaded, which the ranks inherit. All blocks of 1 KiB or more count, also
 the scratch memory of oneDNN, which does not pass through PyTorch's allocator.
 """
@@ -159,10 +159,11 @@ def test_every_point_of_a_step(malloc_counter, tmp_path, world_size, groups):
 
 
 def test_one_process(malloc_counter, tmp_path):
-    prediction = predicted(gpt_specs(WIDE), MODES["adamw"].flags, planned_optimizer(None), distributed=False, on_cpu=True)
+    how = {"distributed": False, "on_cpu": True}
     for dtype, found in counted(malloc_counter, tmp_path, 0, "float32", "bfloat16").items():
-        activations = replace(SETUP, dtype=dtype, batch_size=1).forecast(MODES["adamw"], 1, 1).activations
-        assert prediction.peak_of_training(activations) == pytest.approx(found, rel=0.02), dtype
+        how["activations"] = replace(SETUP, dtype=dtype, batch_size=1).forecast(MODES["adamw"], 1, 1).activations
+        one = predicted(gpt_specs(WIDE), MODES["adamw"].flags, planned_optimizer(None), **how)
+        assert one.peak_of_training == pytest.approx(found, rel=0.02), dtype
 
 
 if __name__ == "__main__":

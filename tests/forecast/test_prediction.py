@@ -1,7 +1,8 @@
-"""forecast/prediction.py, dry_run.py: what they predict is what tensors take, at every point of a step, in every mode."""
+"""forecast/dry_run.py, baselines.py: what they predict is what tensors take, at every point of a step, and in a save."""
 
 import gc
 import itertools
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,8 @@ from benchmarks.memory_profile import MemoryProfile
 from forecast.modes import Mode
 from forecast.prediction import PURPOSES, Activations, Moment
 from forecast.run_memory import gpt_specs, planned_optimizer, predicted, predicted_activations
-from model import GPTConfig
+from model import GPT, GPTConfig
+from zero.checkpoint import CheckpointWriter, store
 from zero.codecs import BLOCK, Int8
 from zero.flags import Flags
 from zero.optimizer import ShardedOptimizer
@@ -43,8 +45,8 @@ CASES = {
     "sharded": case(),
     "automatic": case("auto"),
     "shard_gradients": case(shard_gradients=True),
-    "hybrid": case(shard_size=1),
-    "hybrid, shard_gradients": case(shard_size=1, shard_gradients=True),
+    "hybrid": case(shard_size=2),
+    "hybrid, shard_gradients": case(shard_size=2, shard_gradients=True),
     "bfloat16": case(param_dtype="bfloat16"),
     "remainders": case(param_dtype="bfloat16_remainder"),
     "bfloat16, shard_gradients": case(param_dtype="bfloat16", shard_gradients=True),
@@ -67,25 +69,36 @@ CASES_OF_POOL = {  # on a CPU, it keeps
 }
 
 
-def prepared(bucket_mb, mode, micro_steps, sizes, with_peak=False):
-    """A setup, its prediction for this rank, and the activations, which only a peak needs."""
-    shared = {"activation_checkpointing": False, "seed": 0, "shard_size": 1}
+def cases_of(world_size, micro_steps=2):
+    """The cases that are not the same as others: one rank has nobody to share with, one micro-step nothing to accumulate."""
+    names = [name for name in CASES if world_size > 1 or name in ALONE]
+    return {name: CASES[name] for name in names if micro_steps > 1 or not name.endswith(("in place", "shard_gradients"))}
+
+
+def prepared(bucket_mb, mode, micro_steps, sizes, with_peak):
+    """A setup and its prediction for this rank, with the activations, which only a peak needs."""
+    world_size = dist.get_world_size()
+    shared = {"activation_checkpointing": False, "seed": 0, "shard_size": 1 if world_size % 4 else 2}
     setup = Setup(sizes, 1, torch.device("cpu"), "float32", bucket_mb, 1.0, **shared)
     activations = predicted_activations if with_peak else lambda *_: Activations()
-    rank = dist.get_rank() if mode.flags.use_zero1 and not mode.hybrid else 0
+    rank = dist.get_rank() % (shared["shard_size"] if mode.hybrid else world_size) if mode.flags.use_zero1 else 0
     with mock.patch("benchmarks.contenders.predicted_activations", activations):
-        forecast = setup.forecast(mode, dist.get_world_size(), micro_steps, rank)
-    return setup, forecast.prediction, forecast.activations
+        forecast = setup.forecast(mode, world_size, micro_steps, rank)
+    return setup, forecast
+
+
+def prepare_process():
+    gc.freeze()  # `MemoryProfile` collects garbage often: not among what torch has imported
+    # makes the tables of 8-bit codes, 395 kB, which all optimizers share
+    Int8().encode(torch.ones(BLOCK), torch.tensor, Int8().empty(BLOCK, torch.device("cpu")))
 
 
 def measured(cases, micro_steps, sizes, with_peak=False):
     """By case: the predicted parts, the held parts and all bytes alive by point of a step; bytes sent; peaks of two phases."""
     found = {}
-    gc.freeze()  # `MemoryProfile` collects garbage often: not among what torch has imported
-    # makes the tables of 8-bit codes, 133 kB, which all optimizers share
-    Int8().encode(torch.ones(BLOCK), torch.tensor, Int8().empty(BLOCK, torch.device("cpu")))
+    prepare_process()
     for name, (bucket_mb, mode) in cases.items():
-        setup, prediction, activations = prepared(bucket_mb, mode, micro_steps, sizes, with_peak)
+        setup, prediction = prepared(bucket_mb, mode, micro_steps, sizes, with_peak)
         profile = MemoryProfile(setup, mode, micro_steps)
         points = profile.measure(can_save=False)
         parts = {
@@ -100,14 +113,19 @@ def measured(cases, micro_steps, sizes, with_peak=False):
         }
         peaks = (
             (prediction.construction, points["wrapping"]["total"]),
-            (prediction.peak_of_training(activations), points["peak"]["total"]),
+            (prediction.peak_of_training, points["peak"]["total"]),
         )
         found[name] = parts, prediction.sent, per_step, peaks
     return found
 
 
 def check(results, with_peak=False):
-    """What `measured` returns on one rank."""
+    """What `measured` returns on one rank. A case that is predicted as another one would not reach what it names."""
+    foretold = [
+        repr(([expected for expected, *_ in parts.values()], sent, peaks[0][0], peaks[1][0]))
+        for parts, sent, _, peaks in results.values()
+    ]
+    assert len(set(foretold)) == len(foretold), [*results]
     for name, (parts, predicted_sent, sent, (construction, training)) in results.items():
         for point, (expected, held, alive) in parts.items():
             assert expected == held, (name, point)
@@ -115,8 +133,8 @@ def check(results, with_peak=False):
         if sent:
             assert {kind: count for kind, count in predicted_sent.items() if count} == sent, name
         assert construction[0] == pytest.approx(construction[1], rel=0.01), name
-        if with_peak:
-            assert training[0] == pytest.approx(training[1], rel=0.02), name
+        if with_peak:  # the activations of the first layer count until its last gradient, beside gradients that all stay
+            assert training[0] == pytest.approx(training[1], rel=0.04 if name == "hybrid" else 0.02), name
 
 
 @pytest.mark.parametrize(
@@ -128,7 +146,7 @@ def check(results, with_peak=False):
     ],
 )
 def test_predictions_are_what_tensors_take(world_size, micro_steps):
-    for results in run_ranks(measured, world_size, CASES, micro_steps, TWO_LAYERS):
+    for results in run_ranks(measured, world_size, cases_of(world_size), micro_steps, TWO_LAYERS):
         check(results)
 
 
@@ -142,7 +160,7 @@ def test_predictions_are_what_tensors_take(world_size, micro_steps):
     ],
 )
 def test_the_peak_of_training(world_size, micro_steps):
-    cases = CASES if world_size > 1 else {name: CASES[name] for name in ALONE}
+    cases = cases_of(world_size, micro_steps)
     calls = (partial(measured, cases, micro_steps, sizes, with_peak=True) for sizes in PEAK_SIZES)
     for results in itertools.chain.from_iterable(run_in_turn(world_size, *calls)):
         check(results, with_peak=True)
@@ -150,12 +168,13 @@ def test_the_peak_of_training(world_size, micro_steps):
 
 def test_activations_have_their_last_peak_from_the_first_layer_on():
     specs = gpt_specs(SIZES)
-    first_layer = sum(4 * spec.numel for spec in specs if spec.name.startswith("transformer.h.0."))
+    first_layer = sum(4 * param.numel() for param in GPT(SIZES).transformer.h[0].parameters())
     one = predicted(specs, Flags(bucket_mb=0.1), planned_optimizer(None), world_size=2)
     until = one.full_gradients - one.last_gradient - first_layer
     late = replace(one, moments=[Moment(0, "layers", until)])
-    assert late.peak_of_training(Activations(layers=9, embedding=5, first_layer_gradients=first_layer)) == 5
-    assert late.peak_of_training(Activations(layers=9, embedding=5)) > 5
+    for gradients, is_over in ((first_layer, True), (0, False)):
+        activations = Activations(layers=9, embedding=5, first_layer_gradients=gradients)
+        assert (replace(late, activations=activations).peak_of_training == 5) == is_over
 
 
 @pytest.mark.parametrize(
@@ -171,6 +190,59 @@ def test_predictions_with_tensors_that_the_pool_keeps(micro_steps):
         assert held["buckets of the default"] == before["buckets"] + before["gradients"]  # the shards are kept as well
         assert held["buckets"] == 2 * 4 * shards[-1].stop
         assert held["bfloat16"] > held["buckets, with shard_gradients"] == 0
+
+
+SAVED = {  # one bucket of 6 MB: slices are large
+    "adamw": case(use_zero1=False),
+    "torch": case(zero1_impl="torch"),
+    "sharded": case(6),
+    "bfloat16": case(6, param_dtype="bfloat16"),
+    "remainders": case(6, param_dtype="bfloat16_remainder", state_dtype="bfloat16"),
+    "int8": case(6, state_dtype="int8"),
+}
+
+
+def saved(folder, background):
+    """By case: the predicted peak while a checkpoint is written, and the real one. In the background, a step runs meanwhile."""
+    prepare_process()
+    found, may_end, commit = {}, threading.Event(), store.commit
+
+    def waiting(*arguments):
+        assert may_end.wait(60)
+        return commit(*arguments)
+
+    for name, (bucket_mb, mode) in SAVED.items():
+        if dist.get_world_size() == 1 and name == "torch":
+            continue
+        setup, prediction = prepared(bucket_mb, mode, 1, PEAK_SIZES[0], with_peak=True)
+        profile = MemoryProfile(setup, mode, 1)
+        profile.measure(can_save=False)
+        contender = profile.contender
+        writer = CheckpointWriter(folder, background=background)
+        with profile.live, mock.patch.object(store, "commit", waiting):
+            profile.live.reset_peak()
+            if not background:
+                may_end.set()
+            writer.write(contender.module, contender.optimizer, {"iter_num": 1, "model_args": {}, "config": {}})
+            if background:
+                contender.step()
+                contender.wait()
+            peak = profile.live.peak
+            may_end.set()
+            writer.wait()
+        may_end.clear()
+        found[name] = replace(prediction, async_save=background).saving_peak, peak
+        del writer, contender, profile
+        gc.collect()
+    return found
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_peak_of_a_save(tmp_path, world_size, background):
+    ((found, *_),) = run_in_turn(world_size, partial(saved, str(tmp_path), background))  # of rank 0
+    for name, (expected, peak) in found.items():
+        assert expected == pytest.approx(peak, rel=0.02), name
 
 
 DEMO = replace(SIZES, vocab_size=97, n_head=4, n_embd=128)  # 0.8M parameters
@@ -192,7 +264,7 @@ def test_the_default_is_predicted_to_save_memory(sizes, share, world_size, on_cp
 
 def simulated(world_size, rank):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    return measured(CASES, 2, TWO_LAYERS)
+    return measured(cases_of(world_size), 2, TWO_LAYERS)
 
 
 @pytest.mark.parametrize(

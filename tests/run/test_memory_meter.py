@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from forecast.run_memory import Workload
+from forecast.prediction import Workload
 from model import GPT, GPTConfig
 from run import memory_meter
 from run.memory_meter import Memory
@@ -24,7 +24,7 @@ def check():
     workload = Workload(SIZES, batch_size=2, dtype="float32", device_type="cpu")
     log = SimpleNamespace(events=[])
     log.log, log.warn = log.events.append, lambda text: print(f"WARNING: {text}")
-    check = Memory(log, wrapped, optimizer, workload, shard_gradients=False, micro_steps=1)
+    check = Memory(log, wrapped, optimizer, workload, flags, micro_steps=1)
     tokens = torch.zeros((2, 16), dtype=torch.int64)
     for _ in range(2):
         optimizer.zero_grad()
@@ -61,17 +61,22 @@ def test_a_wrong_prediction_causes_a_warning_with_the_parts(check, capsys, facto
 def test_the_peak_is_compared_on_a_gpu(check, capsys, monkeypatch, factor, compiled, workspaces, warns):
     check.device, check.compiled = torch.device("cuda"), compiled
     monkeypatch.setattr(memory_meter, "GPU_WORKSPACES", workspaces)
-    monkeypatch.setattr(check, "peak", lambda: round(factor * check.forecast.peak))
+    monkeypatch.setattr(check, "peak", lambda: round(factor * check.prediction.peak))
     check.compare(2)
     line, *warnings = capsys.readouterr().out.splitlines()
     assert "at the peak (predicted " in line
-    assert check.log.events[0]["memory/measured_peak_mb"] == pytest.approx(factor * check.forecast.peak / 1e6, rel=1e-3)
+    assert check.log.events[0]["memory/measured_peak_mb"] == pytest.approx(factor * check.prediction.peak / 1e6, rel=1e-3)
     assert len(warnings) == warns
     assert all(warning.startswith("WARNING: the peak is ") and "activations of " in warning for warning in warnings)
 
 
-def test_a_model_that_cannot_be_predicted_trains_all_the_same(monkeypatch, capsys):
-    fails = mock.Mock(side_effect=RuntimeError("no fake tensors for this model"))
-    monkeypatch.setattr(memory_meter, "predicted_activations", fails)
-    assert memory_meter._activations(None, "float32") == (0,) * 6
-    assert capsys.readouterr().out == ("note: activations cannot be predicted: RuntimeError: no fake tensors for this model\n")
+@pytest.mark.parametrize("what", ["activations", "memory"])
+def test_a_model_that_cannot_be_predicted_trains_all_the_same(monkeypatch, capsys, request, what):
+    fails = mock.Mock(side_effect=RuntimeError("not without memory"))
+    monkeypatch.setattr(memory_meter, {"activations": "predicted_activations", "memory": "predicted"}[what], fails)
+    check = request.getfixturevalue("check")
+    assert capsys.readouterr().out == f"note: {what} cannot be predicted: RuntimeError: not without memory\n"
+    check.announce(0)
+    check.compare(2)
+    assert ("predicted 0.4 MB" in capsys.readouterr().out) == (what == "activations")
+    assert check.log.events[-1]["memory/measured_state_mb"] > 0

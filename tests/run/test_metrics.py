@@ -11,13 +11,13 @@ import pytest
 import torch
 from scripts import FEW, SETTINGS, events_of, run, train
 
-from forecast.prediction import PURPOSES
-from forecast.run_memory import Workload
+from forecast.prediction import PURPOSES, Workload
 from model import GPT, GPTConfig
 from run import metrics
 from run.memory_meter import Memory
 from run.metrics import METRICS
 from zero.collectives import KINDS as COLLECTIVES
+from zero.flags import Flags
 
 STEPS = 6
 KINDS = {  # collectives that an implementation waits for, and sends
@@ -198,7 +198,7 @@ def test_the_rank_that_computes_longest_is_named(data, tmp_path):
 def test_figures_of_a_gpu(monkeypatch):
     sizes = GPTConfig(block_size=16, vocab_size=29, n_layer=1, n_head=1, n_embd=16)
     model, workload = GPT(sizes), Workload(sizes, batch_size=2, dtype="float32", device_type="cpu")
-    meter = Memory(None, model, torch.optim.AdamW(model.parameters()), workload, shard_gradients=False, micro_steps=1)
+    meter = Memory(None, model, torch.optim.AdamW(model.parameters()), workload, Flags(use_zero1=False), micro_steps=1)
     meter.device = torch.device("cuda")
     peaks = iter([300_000_000, 300_000_000, 200_000_000, 100_000_000])
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5_000_000)

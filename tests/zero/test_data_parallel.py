@@ -16,6 +16,7 @@ from toy import batch, largest_difference, make_toy, sharded_toy, train, weights
 
 from zero import ShardedOptimizer
 from zero import checkpoint as ckpt
+from zero.collectives import Communicator
 from zero.reducer import BucketGradients
 
 STEPS = 7
@@ -193,7 +194,8 @@ def calls():
         (False, {"optimizer_cls": type("Own", (torch.optim.AdamW,), {}), "elementwise": True}, [5]),
     ):
         options = {"optimizer_cls": torch.optim.AdamW, "bucket_mb": 0.000256, **kwargs}
-        with mock.patch("zero.collectives.is_on_cpu", lambda _, on_cpu=on_cpu: on_cpu), mock.patch("zero.update.TOGETHER", 70):
+        travels = mock.patch.object(Communicator, "is_on_cpu", return_value=on_cpu)
+        with travels, mock.patch("zero.update.TOGETHER", 70):
             optimizer = ShardedOptimizer(nn.Linear(16, 20, bias=False).parameters(), **options)
             assert [bucket.shard.numel() for bucket in optimizer.placed.buckets] == [32] * 5
             assert [len(buckets) for buckets in optimizer._update.calls()] == expected

@@ -146,16 +146,11 @@ def snapshot(
     part = settled_partition(optimizer)
     replica, receiver = divmod(to, part.plan.world_size)
     receives = (part.replica, part.rank) == (replica, receiver)
-    own: list[Part] = []
-    weights, outlines, error = {}, list[Any](), None
+    weights, outlines, own, error = dict[str, Any](), list[Any](), list[Part](), None
     try:
-        if with_state:
-            outlines = [_outline(part, owned, own) for owned in part.owned]
-        if model is not None:
-            weights = {"model": _weights(part, model, receives, own)}
+        weights, outlines, own = parts_of_rank(part, model, with_state, receives)
     except CheckpointError as raised:
         error = raised
-    own.sort(key=lambda held: (held.name, held.start))
     ranges = [held[:3] for held in own]
     numels = {name: tensor.numel() for name, tensor in outlined(weights).items()}
     errors, of_slices, held, expected = zip(*part.gather((error, outlines, ranges, numels)), strict=True)
@@ -170,6 +165,16 @@ def snapshot(
     _check_complete(sources, {name: tensors[name].numel() for name in tensors.keys() - numels} | expected[receiver])
     in_order = [(tensors[name], numel, rank) for name, _, numel, rank in sources if receives]
     return Snapshot(whole if receives else None, own, in_order, part.ranks[receiver], part.cpu_group)
+
+
+def parts_of_rank(
+    part: Partition, model: torch.nn.Module | None, with_state: bool, receives: bool
+) -> tuple[dict[str, Any], list[Any], list[Part]]:
+    """Return the outlines of a model's weights and of the state of each slice, and the parts that this rank holds, in order."""
+    own: list[Part] = []
+    outlines = [_outline(part, owned, own) for owned in part.owned] if with_state else []
+    weights = {} if model is None else {"model": _weights(part, model, receives, own)}
+    return weights, outlines, sorted(own, key=lambda held: (held.name, held.start))
 
 
 def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

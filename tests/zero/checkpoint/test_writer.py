@@ -13,7 +13,7 @@ from contents import VALUES, write
 from ranks import run_in_turn
 from toy import build_toy, train
 
-from forecast.activations import LiveBytes
+from forecast.live_bytes import LiveBytes
 from zero import ShardedOptimizer, host_comm
 from zero import checkpoint as ckpt
 from zero.checkpoint import store

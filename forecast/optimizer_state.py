@@ -1,0 +1,48 @@
+"""The optimizer state that a class keeps: it makes a step on the meta device, where tensors have sizes but no memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from forecast.prediction import Optimizer
+from zero.layout import ParameterSpec, Plan
+from zero.stopwatch import without_hooks
+
+
+def groups_on_meta(specs: Sequence[ParameterSpec]) -> tuple[list[dict[str, Any]], list[torch.nn.Parameter]]:
+    """Return new parameters on the meta device, with their groups for torch.optim and in the order of the specs."""
+    params = [torch.nn.Parameter(torch.empty(spec.shape, dtype=spec.dtype, device="meta")) for spec in specs]
+    groups: dict[int, dict[str, Any]] = {spec.group: {"params": []} for spec in sorted(specs, key=lambda spec: spec.group)}
+    for spec, param in zip(specs, params, strict=True):
+        groups[spec.group]["params"].append(param)
+        if spec.matrices:
+            groups[spec.group] |= {"matrices": spec.matrices, "ns_dtype": str(spec.matrix_dtype).removeprefix("torch.")}
+    return list(groups.values()), params
+
+
+def for_first_step(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer's class with arguments for a step on the meta device, where fused kernels make no state."""
+    cls, arguments = optimizer
+    return cls, {name: name != "fused" and value for name, value in arguments.items()}
+
+
+def state_bytes(specs: Sequence[ParameterSpec], optimizer: Optimizer) -> list[int]:
+    """Return the bytes of state that an optimizer keeps of each parameter, without counters of steps."""
+    cls, arguments = for_first_step(optimizer)
+    of_kind: dict[ParameterSpec, int] = {}  # of one parameter for all that are alike
+    for kind in (kinds := [spec._replace(group=0, position=0) for spec in specs]):
+        if kind not in of_kind:
+            groups, (param,) = groups_on_meta([kind])
+            one = cls(groups, **arguments)
+            param.grad = torch.empty_like(param)
+            without_hooks(type(one).step)(one)
+            entries = one.state[param].items()
+            of_kind[kind] = sum(value.nbytes for name, value in entries if name != "step" and isinstance(value, torch.Tensor))
+    return [of_kind[kind] for kind in kinds]
+
+
+def state_of_ranks(plan: Plan, of_params: Sequence[int]) -> list[int]:
+    """Return the bytes of state of each rank, given those of each parameter."""
+    each = [count / max(1, spec.numel) for count, spec in zip(of_params, plan.params, strict=True)]  # per element
+    return [round(sum(each[slice_.number] * slice_.numel for slice_ in plan.slices(rank))) for rank in range(plan.world_size)]

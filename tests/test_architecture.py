@@ -31,7 +31,7 @@ LAYERS = (
     ("buckets", "checks", "collectives", "flags", "muon", "muon.matrices", "muon.muon"),
     ("sharded_state",),
     ("checkpoint",),
-    ("gradients", "interface", "muon.exchange", "optimizer", "placement", "update"),
+    ("gradients", "interface", "muon.exchange", "optimizer", "moves", "update"),
     ("data_parallel", "grad_scaler", "held_bytes", "reducer"),
     ("build",),
 )

@@ -91,7 +91,7 @@ class Bucket:
     @cached_property
     def cuts(self) -> list[int]:
         """Where the members begin and end in `data`, see `zero.tensors.cut`."""
-        return cut_sizes([(placed.offset, placed.numel) for placed in self.members], self.data.numel())
+        return cut_sizes([(member.offset, member.numel) for member in self.members], self.data.numel())
 
     @cached_property
     def own_cuts(self) -> list[int]:

@@ -18,8 +18,8 @@ from zero.gradients import GradientSource, ParameterGradients, SentGradient, flo
 from zero.host_comm import meet, on_all_ranks, on_any_rank
 from zero.interface import CallersState, DividedState
 from zero.masters import store_rounded
+from zero.moves import groups_of_slices, have_moved, lay_out
 from zero.options import Options
-from zero.placement import groups_of_slices, have_moved, lay_out
 from zero.sharded_state import Partition, hyperparameters, parameters
 from zero.stopwatch import region
 from zero.tensors import flattened
@@ -85,8 +85,8 @@ class ShardedOptimizer(DividedState):
         self._make_inner = partial(optimizer_cls, **kwargs)  # from groups of slices
         self._new_placement = partial(Placement, self.comm, list(registration_order or ()), device)
         self.placed: Placement
-        self.source: GradientSource  # ParameterGradients, or the Reducer of the ShardedDataParallel around the model
-        self.overlaps = False  # whether forward waits for the all-gathers, in place of `step`
+        self.source: GradientSource  # ParameterGradients, until ShardedDataParallel replaces it by its Reducer
+        self.overlaps = False  # whether forward waits for the all-gathers, in place of `step`; ShardedDataParallel sets it
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
         self.state = CallersState(dict)
@@ -103,7 +103,7 @@ class ShardedOptimizer(DividedState):
             name = type(self.inner).__name__
             raise ValueError(f"{name} registers step hooks on itself, which ShardedOptimizer would not call")
         self.has_state, self.consolidated = on_any_rank(bool(self.inner.state), self.comm.group), None  # as of Adagrad
-        self._update = SliceUpdate(self.inner, self.placed)
+        self._updater = SliceUpdate(self.inner, self.placed)
         self.source = ParameterGradients(self.placed)
         for name in {"train", "eval"} & {*dir(self.inner)}:  # of schedule-free classes
             setattr(self, name, partial(_call_inner, self, name))
@@ -142,7 +142,7 @@ class ShardedOptimizer(DividedState):
         for group, inner_group in zip(groups, self.inner.param_groups, strict=True):
             inner_group["params"] = group["params"]
         self.inner.add_param_group(added)
-        self._update.prepare()
+        self._updater.prepare()
         self.source = ParameterGradients(self.placed)
 
     @torch.no_grad()
@@ -154,15 +154,15 @@ class ShardedOptimizer(DividedState):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self._prepare()
-        self._update.check(self.param_groups)
+        self._updater.check(self.param_groups)
         self.source.check()
 
         self.collect_gradients()  # phase 1
         changed = self.source.with_gradient()
         with self._writing(changed):
-            self._update.begin(changed)
-            for buckets in self._update.calls():
-                self._update.update(buckets)  # phase 2
+            self._updater.begin(changed)
+            for buckets in self._updater.bucket_groups():
+                self._updater.update(buckets)  # phase 2
                 self._all_gather(buckets)  # phase 3
         return loss
 
@@ -180,7 +180,7 @@ class ShardedOptimizer(DividedState):
         try:
             yield
         except BaseException:
-            self._update.fail()
+            self._updater.fail()
             self.synchronize()  # nothing else waits for all-gathers that have started
             raise
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # which a class may change, as a counter
@@ -282,7 +282,7 @@ def _call_inner(optimizer: ShardedOptimizer, name: str) -> None:
     """Call a method of the inner optimizer, which may write to the parameters. Needs to be called on all ranks."""
     optimizer._prepare()
     _copy_hyperparameters(optimizer.param_groups, optimizer.inner.param_groups)
-    wrote = optimizer._update.let_write(getattr(optimizer.inner, name))
+    wrote = optimizer._updater.let_write(getattr(optimizer.inner, name))
     _copy_hyperparameters(optimizer.inner.param_groups, optimizer.param_groups)
     if on_any_rank(wrote, optimizer.comm.group):
         with optimizer._writing(optimizer.placed.params):

@@ -48,7 +48,7 @@ class BucketGradients:
         if self.buffer is None:
             self.buffer, self.streams = self.comm.pool.acquire(self.bucket.data.numel(), self.bucket.data), set()
             parts = cut(self.buffer, self.bucket.cuts)
-            self._places = {placed.number: part for placed, part in zip(self.bucket.members, parts, strict=True)}
+            self._places = {member.number: part for member, part in zip(self.bucket.members, parts, strict=True)}
         self._follow_streams()
         return self._places
 
@@ -223,7 +223,7 @@ class Reducer(GradientSource):
         self._next = 0
         for gradients in self._gradients:
             gradients.finish_reduce_scatter()  # of the previous micro-step
-            gradients.missing = {placed.number for placed in gradients.bucket.members}
+            gradients.missing = {member.number for member in gradients.bucket.members}
 
     def _drop_what_the_model_dropped(self) -> None:
         """Drop the gradients if the model's `zero_grad` has dropped their placeholders. Refuse if only some were dropped."""
@@ -280,7 +280,7 @@ class Reducer(GradientSource):
     def _complete_buckets(self) -> None:
         """Send the buckets that still wait for gradients of parameters that this backward did not reach."""
         for gradients in self._gradients:
-            for number in [placed.number for placed in gradients.bucket.members if placed.number in gradients.missing]:
+            for number in [member.number for member in gradients.bucket.members if member.number in gradients.missing]:
                 if self.params[number].grad is not None:  # accumulated in an earlier micro-step
                     self._copy_to_buckets(number)
                 else:

@@ -24,7 +24,7 @@ TOGETHER = 2**24  # elements of this rank that a GPU updates in one call: 0.1 ms
 class SliceUpdate:
     """Calls `inner`, the optimizer of the `placed` slices. What it needs in float32 exists for the buckets of a call only.
 
-    A step is `begin`, then `update` for each of the `calls`. All of it needs to be called on all ranks.
+    A step is `begin`, then `update` for each of the `bucket_groups`. All of it needs to be called on all ranks.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, placed: Placement) -> None:
@@ -67,7 +67,7 @@ class SliceUpdate:
         with region(f"zero::update bucket {buckets[0].number}" if buckets else "zero::update"):
             if self.exchange is not None:
                 self.exchange.arrive(buckets, self._update_momenta)
-            self._step(buckets)
+            self._call_inner(buckets)
 
     def fail(self) -> None:
         """Note that a step has failed: with an exchange between ranks, no other step can be made."""
@@ -82,8 +82,8 @@ class SliceUpdate:
             method()
             return before != [float32_norms([local])[0].item() for local in locals_]
 
-    def calls(self) -> list[list[Bucket]]:
-        """Return the buckets of each call of the inner optimizer, the last bucket first: the next forward begins with it.
+    def bucket_groups(self) -> list[list[Bucket]]:
+        """Return the buckets that are updated together, the last bucket first: the next forward begins with it.
 
         A class from neither torch.optim nor `zero` steps once. On a GPU, small shards share a call, unless it takes memory for
         each of them, as kernels that are not fused do. A CPU sends a bucket while it updates the next one.
@@ -102,7 +102,7 @@ class SliceUpdate:
             room -= bucket.shard.numel()
         return calls
 
-    def _step(self, buckets: list[Bucket]) -> None:
+    def _call_inner(self, buckets: list[Bucket]) -> None:
         groups = self.inner.param_groups
         everything = [group["params"] for group in groups]
         if len(buckets) < len(self.buckets) or self.exchange is not None:

@@ -198,7 +198,7 @@ def calls():
         with travels, mock.patch("zero.update.TOGETHER", 70):
             optimizer = ShardedOptimizer(nn.Linear(16, 20, bias=False).parameters(), **options)
             assert [bucket.shard.numel() for bucket in optimizer.placed.buckets] == [32] * 5
-            assert [len(buckets) for buckets in optimizer._update.calls()] == expected
+            assert [len(buckets) for buckets in optimizer._updater.bucket_groups()] == expected
 
 
 def buckets_that_nobody_has_filled():

@@ -71,8 +71,9 @@ class Snapshot:
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         own = iter(self.own)
-        for part in own if self.outline is None else ():
-            send(part.flat(), self.to, self.group)
+        if self.outline is None:
+            for part in own:
+                send(part.flat(), self.to, self.group)
         for tensor, numel, rank in self.sources:
             of_rank = [next(own).flat()] if rank == self.to else received(tensor.reshape(-1)[:numel], rank, self.group)
             for elements in of_rank:
@@ -143,37 +144,39 @@ def snapshot(
 
     Raises the errors of `consolidate`, and CheckpointError if the ranks have different models.
     """
-    part = settled_partition(optimizer)
-    replica, receiver = divmod(to, part.plan.world_size)
-    receives = (part.replica, part.rank) == (replica, receiver)
+    partition = settled_partition(optimizer)
+    replica, receiver = divmod(to, partition.plan.world_size)
+    receives = (partition.replica, partition.rank) == (replica, receiver)
     weights, outlines, own, error = dict[str, Any](), list[Any](), list[Part](), None
     try:
-        weights, outlines, own = parts_of_rank(part, model, with_state, receives)
+        weights, outlines, own = parts_of_rank(partition, model, with_state, receives)
     except CheckpointError as raised:
         error = raised
     ranges = [held[:3] for held in own]
     numels = {name: tensor.numel() for name, tensor in outlined(weights).items()}
-    errors, of_slices, held, expected = zip(*part.gather((error, outlines, ranges, numels)), strict=True)
+    errors, of_slices, ranges_of_ranks, expected = zip(*partition.gather((error, outlines, ranges, numels)), strict=True)
     for found in filter(None, errors):
         raise found
-    state = {"state": _merged(part, of_slices), "param_groups": _copied(packed_groups(optimizer))}
-    if part.replica != replica:
+    state = {"state": _merged(partition, of_slices), "param_groups": _copied(packed_groups(optimizer))}
+    if partition.replica != replica:
         return Snapshot(None, [], [], to, None)
     whole = {**weights, "optimizer": state} if with_state else weights
     tensors = outlined(whole)
-    sources = sorted((*range_, rank) for rank, ranges in zip(part.ranks, held, strict=True) for range_ in ranges)
+    sources = sorted(
+        (*range_, rank) for rank, ranges in zip(partition.ranks, ranges_of_ranks, strict=True) for range_ in ranges
+    )
     _check_complete(sources, {name: tensors[name].numel() for name in tensors.keys() - numels} | expected[receiver])
     in_order = [(tensors[name], numel, rank) for name, _, numel, rank in sources if receives]
-    return Snapshot(whole if receives else None, own, in_order, part.ranks[receiver], part.cpu_group)
+    return Snapshot(whole if receives else None, own, in_order, partition.ranks[receiver], partition.cpu_group)
 
 
 def parts_of_rank(
-    part: Partition, model: torch.nn.Module | None, with_state: bool, receives: bool
+    partition: Partition, model: torch.nn.Module | None, with_state: bool, receives: bool
 ) -> tuple[dict[str, Any], list[Any], list[Part]]:
     """Return the outlines of a model's weights and of the state of each slice, and the parts that this rank holds, in order."""
     own: list[Part] = []
-    outlines = [_outline(part, owned, own) for owned in part.owned] if with_state else []
-    weights = {} if model is None else {"model": _weights(part, model, receives, own)}
+    outlines = [_outline(partition, owned, own) for owned in partition.owned] if with_state else []
+    weights = {} if model is None else {"model": _weights(partition, model, receives, own)}
     return weights, outlines, sorted(own, key=lambda held: (held.name, held.start))
 
 
@@ -188,10 +191,10 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
     """
     if state_dict is None:
         raise CheckpointError("state_dict is None; save what `consolidate` returns on one rank, and load that on all ranks")
-    part = settled_partition(optimizer)
+    partition = settled_partition(optimizer)
     saved = state_dict["state"]
     _check_groups(state_dict["param_groups"], optimizer)
-    _check_state(saved, part)
+    _check_state(saved, partition)
 
     def own(owned: OwnedSlice, value: Any) -> Any:
         """Return the part of a leaf that belongs to a slice."""
@@ -199,26 +202,26 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
             return _copied(value)
         return shaped(flattened(value, owned.param)[owned.start : owned.stop].clone(), owned.local)
 
-    in_saved = [(position, owned) for position, owned in enumerate(part.owned) if owned.number in saved]
+    in_saved = [(position, owned) for position, owned in enumerate(partition.owned) if owned.number in saved]
     states = {position: tree_map(partial(own, owned), saved[owned.number]) for position, owned in in_saved}
-    inner_groups = packed_groups(part.inner)
+    inner_groups = packed_groups(partition.inner)
     for its_group, group, inner_group in zip(state_dict["param_groups"], optimizer.param_groups, inner_groups, strict=True):
         for key, value in hyperparameters(its_group).items():
             if key not in _MACHINE_FLAGS:
                 ours = group.get(key)
                 group[key] = inner_group[key] = _copied(value, ours.device if isinstance(ours, torch.Tensor) else "cpu")
-    part.inner.load_state_dict({"state": states, "param_groups": inner_groups})
+    partition.inner.load_state_dict({"state": states, "param_groups": inner_groups})
     if isinstance(optimizer, DividedOptimizer):
         optimizer.has_state, optimizer.consolidated = bool(saved), None
 
 
-def _outline(part: Partition, owned: OwnedSlice, own: list[Part]) -> Any:
+def _outline(partition: Partition, owned: OwnedSlice, own: list[Part]) -> Any:
     """Return the outline of the state of a slice, and add the parts of tensors that it has to `own`."""
 
     def take(name: str, value: Any) -> Any:
         if isinstance(value, int | float | complex | None):
             return value
-        entry, numel = _entry(part, owned.number, name), owned.local.numel()
+        entry, numel = _entry(partition, owned.number, name), owned.local.numel()
         like: torch.Tensor = owned.param
         read: Callable[[], torch.Tensor]
         if isinstance(value, Encoded):
@@ -227,35 +230,35 @@ def _outline(part: Partition, owned: OwnedSlice, own: list[Part]) -> Any:
             raise CheckpointError(f"{entry} as {type(value).__name__}, which cannot be restored; use tensors and numbers")
         elif value.numel() == 1 and not (value.dim() and value.shape == owned.local.shape):
             return _copied(value)
-        elif value.shape == owned.local.shape or part.is_whole(owned.number):
+        elif value.shape == owned.local.shape or partition.is_whole(owned.number):
             dtype, read, numel = value.dtype, value.detach, value.numel()
-            like = value if part.is_whole(owned.number) or value.shape == like.shape else like
+            like = value if partition.is_whole(owned.number) or value.shape == like.shape else like
         else:
             raise CheckpointError(f"{entry} in shape {tuple(value.shape)} for {numel} elements: {_RULE}")
         own.append(Part(f"optimizer.state.{owned.number}.{name}", owned.start, numel, read))
         return _meta_like(like, dtype)
 
-    state = part.inner.state.get(owned.local, {})
+    state = partition.inner.state.get(owned.local, {})
     return tree_unflatten(list(itertools.starmap(take, named(state).items())), tree_structure(state))
 
 
-def _merged(part: Partition, of_slices: Sequence[list[Any]]) -> dict[int, Any]:
+def _merged(partition: Partition, of_slices: Sequence[list[Any]]) -> dict[int, Any]:
     """Return the outline of the whole state, from those of the slices of each rank. They differ in nothing but elements."""
     first: dict[int, tuple[int, Any]] = {}  # by parameter: the rank and the outline of its first slice
     for rank, outlines in enumerate(of_slices):
-        for slice_, outline in zip(part.plan.slices(rank), outlines, strict=bool(outlines)):
+        for slice_, outline in zip(partition.plan.slices(rank), outlines, strict=bool(outlines)):
             first_rank, its_outline = first.setdefault(slice_.number, (rank, outline))
             there, here = ({name: _text(leaf) for name, leaf in named(held).items()} for held in (its_outline, outline))
             for name in there | here:
                 a, b = (texts.get(name, "nothing") for texts in (there, here))
                 if a != b:
-                    entry = _entry(part, slice_.number, name)
+                    entry = _entry(partition, slice_.number, name)
                     raise CheckpointError(f"{entry} as {a} on rank {first_rank} and {b} on rank {rank}: {_RULE}")
     return {number: outline for number, (_, outline) in sorted(first.items()) if outline}
 
 
-def _entry(part: Partition, number: int, name: str) -> str:
-    return f"{type(part.inner).__name__} keeps {name!r} of parameter {number}"
+def _entry(partition: Partition, number: int, name: str) -> str:
+    return f"{type(partition.inner).__name__} keeps {name!r} of parameter {number}"
 
 
 def _text(leaf: Any) -> str:
@@ -265,15 +268,17 @@ def _text(leaf: Any) -> str:
     return f"{leaf.dtype} {leaf.tolist()}" if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
-def _weights(part: Partition, model: torch.nn.Module, receives: bool, own: list[Part]) -> dict[str, Any]:
+def _weights(partition: Partition, model: torch.nn.Module, receives: bool, own: list[Part]) -> dict[str, Any]:
     """Return the outline of a model's state dict, in the dtype of the updates, and add the parts of this rank to `own`.
 
     These are its masters and, on the rank that receives, all that has no masters. Tied tensors stay tied.
     """
-    divided = part.plan.has_masters
+    divided = partition.plan.has_masters
     held = model.state_dict(keep_vars=True)
     names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # first name of tied tensors
-    dtypes = {id(param): dtype for param, dtype in zip(parameters(part.optimizer), part.plan.update_dtypes, strict=True)}
+    dtypes = {
+        id(param): dtype for param, dtype in zip(parameters(partition.optimizer), partition.plan.update_dtypes, strict=True)
+    }
     for name, param in model.named_parameters(remove_duplicate=False):
         if divided and held.get(name, param) is not param and dtypes.get(id(param), param.dtype) != param.dtype:
             copied = f"state_dict() of the model has a copy of {name}"
@@ -287,7 +292,7 @@ def _weights(part: Partition, model: torch.nn.Module, receives: bool, own: list[
         outlines[key] = _meta_like(tensor, dtypes[key] if is_divided and tensor.requires_grad else tensor.dtype)
         if receives and not is_divided:
             own.append(Part(names[key], 0, tensor.numel(), tensor.detach))
-    for owned in part.owned if divided else ():
+    for owned in partition.owned if divided else ():
         if id(owned.param) in names:
             own.append(Part(names[id(owned.param)], owned.start, owned.local.numel(), owned.read))
     return {name: outlines[id(tensor)] for name, tensor in held.items()}
@@ -316,19 +321,19 @@ def _check_groups(saved_groups: list[dict[str, Any]], optimizer: torch.optim.Opt
                 raise CheckpointError(f"the saved optimizer has {key}={value!r}, this one {key}={group[key]!r}")
 
 
-def _check_state(saved: dict[int, dict[str, Any]], part: Partition) -> None:
+def _check_state(saved: dict[int, dict[str, Any]], partition: Partition) -> None:
     """Refuse state that does not fit the parameters or the class, with the same result on all ranks."""
-    inner, params = type(part.inner), parameters(part.optimizer)
+    inner, params = type(partition.inner), parameters(partition.optimizer)
     for number, entries in saved.items():
         if not 0 <= number < len(params):
             raise CheckpointError(f"there is saved state of parameter {number}, but there are {len(params)}")
-        is_matrix = issubclass(inner, Muon) and part.plan.params[number].matrices  # the others have the state of AdamW
+        is_matrix = issubclass(inner, Muon) and partition.plan.params[number].matrices  # the others have the state of AdamW
         known = torch.optim.Muon if is_matrix else next((cls for cls in inner.__mro__ if cls in ENTRIES), None)
         of = [cls for cls, (always, sometimes) in ENTRIES.items() if always <= entries.keys() <= always | sometimes]
         if entries and known and known not in of and (of or not ENTRIES[known][0] <= entries.keys()):
             kept = f"{', '.join(entries)}{' of ' if of else ''}{' or '.join(cls.__name__ for cls in of)}"
             raise CheckpointError(f"the saved state is {kept}, not of {inner.__name__}; build the optimizer that was saved")
-        whole, shape = part.is_whole(number), params[number].shape
+        whole, shape = partition.is_whole(number), params[number].shape
         for name, value in named(entries).items():
             is_tensor = isinstance(value, torch.Tensor)
             is_number = isinstance(value, int | float) or (is_tensor and value.numel() == 1)

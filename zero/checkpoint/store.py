@@ -21,8 +21,8 @@ class SaveReport(NamedTuple):
 
     iter_num: int
     nbytes: int
-    write_s: float  # time until the checkpoint was on the disk
-    consolidate_s: float = 0.0  # time before that; a background save lets training continue afterwards
+    write_s: float  # time until the checkpoint was on the disk, with the wait for the parts of other ranks
+    consolidate_s: float = 0.0  # time before that: the list of parts, and their copies for a background save
     warning: str | None = None  # a problem that occurred after the checkpoint was on the disk
 
 

@@ -58,7 +58,7 @@ class CheckpointWriter:
         self.wait()
         begin = time.perf_counter()
         state = snapshot(optimizer, model)
-        state.group = self._group
+        state.group = self._group  # the thread sends beside the collectives of the run
         if self.background:
             state.hold()
         checkpoint = {**state.outline, **values} if state.outline is not None else None

@@ -145,7 +145,7 @@ class _Rank:
         """Return the most bytes while rank 0 saves, and the bytes that it saves itself."""
         self.optimizer.settle()
         _, _, own = parts_of_rank(self.optimizer.partition(), self.model, with_state=True, receives=True)
-        snapshot = Snapshot({}, own, [(torch.empty(0), part.numel, 0) for part in own], to=0, group=None)
+        snapshot = Snapshot({}, own, [(torch.empty(0), part.numel, 0) for part in own], to=0, group=None, everyone=ALONE)
         before, saved = self.live.now, 0
         self.live.reset_peak()
         with self.live, snapshot.arriving() as pieces:

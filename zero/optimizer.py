@@ -97,7 +97,7 @@ class ShardedOptimizer(DividedState):
         self.placed = self._new_placement()
         lay_out(self.placed, self.param_groups, self._make_inner)
         # a rank that ends its program right after a step must not leave the others without their parameters
-        weakref.finalize(self, _wait_for_gathers, self.placed.buckets)
+        weakref.finalize(self.placed, _wait_for_gathers, self.placed.buckets)
         self.inner = on_all_ranks(partial(self._make_inner, groups_of_slices(self.placed, self.param_groups)), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             name = type(self.inner).__name__
@@ -252,9 +252,9 @@ class ShardedOptimizer(DividedState):
 
     def partition(self) -> Partition:
         """Return the partition of the state over the ranks."""
-        comm, owned_of = self.comm, self.placed.owned_of
-        owned = list(itertools.chain(*(owned_of.get(param, []) for param in parameters(self))))
-        return Partition(self, self.inner, self.placed.plan, comm.shard_rank, comm.shard_group, owned, comm.replica)
+        owned = [owned for param in parameters(self) for owned in self.placed.owned_of.get(param, [])]
+        groups = self.comm.shard_group, self.comm.group
+        return Partition(self, self.inner, self.placed.plan, self.comm.shard_rank, *groups, owned, self.comm.replica)
 
     def settle(self) -> None:
         """Make the state ready to be saved or restored. Needs to be called on all ranks."""

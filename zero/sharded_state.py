@@ -23,6 +23,7 @@ class Partition:
     plan: Plan
     rank: int  # of this process, among the ranks that share the state
     process_group: dist.ProcessGroup | None  # the ranks that share the state
+    everyone: dist.ProcessGroup | None  # all ranks, also those of other replicas
     owned: Sequence[OwnedSlice]  # the parameters of `inner`: this rank's slices, in the order of `plan.slices`
     replica: int = 0  # index of the replica of this process; without sharding, each process has one, as rank 0 of 1
 
@@ -79,7 +80,7 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
         plan, rank, replica = replicated_plan(specs), 0, dist.get_rank() if dist.is_initialized() else 0
         inner, group = optimizer, None
     owned = [OwnedSlice(number, params[number], 0, stop, 0, params[number]) for number, _, stop, _ in plan.slices(rank)]
-    return Partition(optimizer, inner, plan, rank, group, owned, replica)
+    return Partition(optimizer, inner, plan, rank, group, group, owned, replica)
 
 
 def settled_partition(optimizer: torch.optim.Optimizer) -> Partition:

@@ -39,13 +39,15 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, protocol=2)
         self.keys: dict[Any, str] = {}  # of the entries of tensors, by `_place`
+        self.nbytes: dict[str, int] = {}  # of these entries
         self.tensors: list[torch.Tensor] = []  # those that have elements
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         if _place(value) not in self.keys:
-            self.keys[_place(value)] = str(len(self.keys))
+            self.keys[_place(value)] = key = str(len(self.keys))
+            self.nbytes[key] = value.numel() * value.itemsize
             self.tensors += [] if value.is_meta else [value]
         rebuild, (storage, _, _, _, *others) = torch.empty(0, dtype=value.dtype).__reduce_ex__(2)
         is_typed = isinstance(storage, torch.storage.TypedStorage)
@@ -61,7 +63,7 @@ class _Pickler(pickle.Pickler):
 def write_archive(tree: Any, path: str, pieces: Pieces = ()) -> None:
     """Write nested dicts and lists to the disk, so that `torch.load` reads them.
 
-    `pieces`: of the tensors of `tree` on the meta device.
+    `pieces`: of the tensors of `tree` on the meta device. Raises ValueError if they do not fill these.
     """
     with open(path, "wb") as file:
         with zipfile.ZipFile(file, "w") as archive:
@@ -73,10 +75,12 @@ def write_archive(tree: Any, path: str, pieces: Pieces = ()) -> None:
                     entry.write(text.encode())
             others = ((tensor, flattened(tensor.detach(), tensor)) for tensor in pickler.tensors)
             of_entries = itertools.groupby(itertools.chain(pieces, others), lambda piece: pickler.keys[_place(piece[0])])
+            written: dict[str, int] = {}
             for key, of_entry in of_entries:
                 with _entry(archive, f"data/{key}") as entry:
-                    for _, elements in of_entry:
-                        entry.write(elements.contiguous().view(torch.uint8).numpy().data)
+                    written[key] = sum(entry.write(_bytes(elements)) for _, elements in of_entry)
+            if written != pickler.nbytes:
+                raise ValueError(f"{path}: the pieces are not the elements of the tensors")
         file.flush()
         os.fsync(file.fileno())
 
@@ -87,6 +91,10 @@ def _entry(archive: zipfile.ZipFile, name: str) -> IO[bytes]:
     padding = -(archive.start_dir + _HEADER + len(info.filename)) % _ALIGNMENT
     info.extra = struct.pack("<HH", _PADDING, padding) + bytes(padding)
     return archive.open(info, "w", force_zip64=True)
+
+
+def _bytes(elements: torch.Tensor) -> memoryview:
+    return elements.cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().data
 
 
 def _place(tensor: torch.Tensor) -> Any:

@@ -48,9 +48,12 @@ def _address(leaf: Any) -> int:
 
 
 def _difference(name: str, a: Any, b: Any) -> Difference:
-    if not all(isinstance(leaf, torch.Tensor | int | float) for leaf in (a, b)):
-        return Difference(name, a == b, 0.0 if a == b else math.inf, "" if a == b else f"{a!r:.40} and {b!r:.40}")
-    a, b = torch.as_tensor(a), torch.as_tensor(b)  # a counter may be a number in one file
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        a, b = (leaf.item() if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 else leaf for leaf in (a, b))
+        if isinstance(a, int | float) and isinstance(b, int | float):
+            return Difference(name, a == b, abs(a - b))
+        is_same = type(a) is type(b) and not isinstance(a, torch.Tensor) and a == b
+        return Difference(name, is_same, 0.0 if is_same else math.inf, f"{type(a).__name__} and {type(b).__name__}")
     if a.shape != b.shape:
         return Difference(name, False, math.inf, f"shapes {tuple(a.shape)} and {tuple(b.shape)}")
     largest, is_identical = 0.0, True
@@ -58,6 +61,6 @@ def _difference(name: str, a: Any, b: Any) -> Difference:
         if part.dtype != its.dtype or not torch.equal(part.view(torch.uint8), its.view(torch.uint8)):
             wide, its_wide = (each.to(torch.complex128 if each.is_complex() else torch.float64) for each in (part, its))
             same = (wide == its_wide) | (wide.isnan() & its_wide.isnan())  # also infinities
-            apart = (wide - its_wide).abs().masked_fill(same, 0.0).nan_to_num(math.inf)
+            apart = (wide - its_wide).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
             largest, is_identical = max(largest, apart.max().item() if len(apart) else 0.0), False
     return Difference(name, is_identical, largest)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero.checkpoint.archive import Pieces, write_archive
 from zero.checkpoint.files import reading
 from zero.checkpoint.state import CheckpointError, outlined
 from zero.host_comm import broadcast_object, cpu_group, gather_objects
@@ -39,19 +38,19 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Return whether `load` can read the value again: tensors and plain values, in dicts and lists."""
     if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(inner) for key, inner in value.items())
+        return all(is_plain(key) and is_plain(inner) for key, inner in value.items())
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(is_plain, value))
     return isinstance(value, torch.Tensor | int | float | str | bytes | NoneType)
 
 
 def _is_model(value: Any) -> bool:
     """Return whether the value is a state dict: tensors, and results of a module's `get_extra_state`."""
     return _fits(value, dict[str, object]) and all(
-        isinstance(held, torch.Tensor) or (name.endswith(EXTRA_STATE) and _is_plain(held)) for name, held in value.items()
+        isinstance(held, torch.Tensor) or (name.endswith(EXTRA_STATE) and is_plain(held)) for name, held in value.items()
     )
 
 
@@ -164,13 +163,3 @@ def _identity(path: str) -> tuple[list[Any], tuple[int, int]] | None:
         status = os.fstat(file.fileno())
         return entries, (status.st_ino, status.st_mtime_ns)
     return None
-
-
-def write_file(checkpoint: dict[str, Any], path: str, pieces: Pieces = ()) -> None:
-    """Write a checkpoint to the disk, see `write_archive`.
-
-    Raises OSError if the disk is full or cannot be written to; ValueError if the model has more than tensors and plain values.
-    """
-    if odd := [name for name, value in checkpoint["model"].items() if not _is_plain(value)]:
-        raise ValueError(f"{odd[0]} is more than tensors and plain values, so the checkpoint could not be read; change it")
-    write_archive({**checkpoint, "format": FORMAT}, path, pieces)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_structure
 from zero.buckets import OwnedSlice
 from zero.checks import ENTRIES
 from zero.codecs import Encoded
-from zero.host_comm import received, send
+from zero.host_comm import on_all_ranks, received, send
 from zero.muon import Muon
 from zero.sharded_state import DividedOptimizer, Partition, hyperparameters, parameters, settled_partition
 from zero.tensors import flattened, is_dense, shaped
@@ -42,11 +42,16 @@ class Part(NamedTuple):
     name: str  # of the tensor: its keys in the state, joined by dots
     start: int  # first element in the flattened tensor
     numel: int
+    dtype: torch.dtype
     read: Callable[[], torch.Tensor]  # returns them in any shape. Each call decodes them, so that few are decoded at a time
 
     def flat(self) -> torch.Tensor:
-        """Return the elements, flat, on the CPU."""
-        return flattened(elements := self.read(), elements).contiguous().cpu()
+        """Return the elements, (numel,), on the CPU."""
+        elements = flattened(read := self.read(), read).contiguous().cpu()
+        if (elements.numel(), elements.dtype) != (self.numel, self.dtype):
+            held = f"{elements.numel()} elements of {elements.dtype}, not {self.numel} of {self.dtype}"
+            raise CheckpointError(f"{self.name} has {held}; change no parameter while it is saved")
+        return elements
 
 
 @dataclass
@@ -57,11 +62,15 @@ class Snapshot:
     own: list[Part]  # of this rank, by name and start
     sources: list[tuple[torch.Tensor, int, int]]  # on the rank that receives: tensor, numel and rank of each part, in order
     to: int  # the rank that receives. Ranks are numbered as those of all processes
-    group: dist.ProcessGroup | None  # sends from main memory
+    group: dist.ProcessGroup | None  # of these ranks, sends from main memory
+    everyone: dist.ProcessGroup | None  # all ranks, also those of other replicas, which send nothing
 
     @contextmanager
     def arriving(self) -> Iterator[Iterator[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return pairs, in a context: a tensor of the outline, its next elements, flat, on the CPU. Call it on all ranks."""
+        """Return pairs, in a context: a tensor of the outline, its next elements, flat, on the CPU. Call it on all ranks.
+
+        If a rank cannot read one of its parts, there is an error on all ranks, after the last pair.
+        """
         pieces = self._pieces()
         try:
             yield pieces
@@ -70,14 +79,27 @@ class Snapshot:
                 pass
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        own = iter(self.own)
+        own, errors = iter(self.own), list[Exception]()
+
+        def flat(part: Part) -> torch.Tensor:
+            try:
+                return part.flat()
+            except Exception as error:  # such as a full GPU: the rank that receives waits for this part, and for the others
+                errors.append(error)
+                return torch.zeros(part.numel, dtype=part.dtype)
+
+        def check() -> None:
+            for error in errors:
+                raise error
+
         if self.outline is None:
             for part in own:
-                send(part.flat(), self.to, self.group)
+                send(flat(part), self.to, self.group)
         for tensor, numel, rank in self.sources:
-            of_rank = [next(own).flat()] if rank == self.to else received(tensor.reshape(-1)[:numel], rank, self.group)
+            of_rank = [flat(next(own))] if rank == self.to else received(tensor.reshape(-1)[:numel], rank, self.group)
             for elements in of_rank:
                 yield tensor, elements
+        on_all_ranks(check, self.everyone)
 
     def in_memory(self) -> dict[str, Any] | None:
         """Return the state in new tensors on the CPU, where the outline is. Needs to be called on all ranks."""
@@ -145,6 +167,10 @@ def snapshot(
     Raises the errors of `consolidate`, and CheckpointError if the ranks have different models.
     """
     partition = settled_partition(optimizer)
+    return on_all_ranks(partial(_snapshot, partition, model, with_state, to), partition.everyone)
+
+
+def _snapshot(partition: Partition, model: torch.nn.Module | None, with_state: bool, to: int) -> Snapshot:
     replica, receiver = divmod(to, partition.plan.world_size)
     receives = (partition.replica, partition.rank) == (replica, receiver)
     weights, outlines, own, error = dict[str, Any](), list[Any](), list[Part](), None
@@ -152,14 +178,14 @@ def snapshot(
         weights, outlines, own = parts_of_rank(partition, model, with_state, receives)
     except CheckpointError as raised:
         error = raised
-    ranges = [held[:3] for held in own]
+    ranges = [(held.name, held.start, held.numel) for held in own]
     numels = {name: tensor.numel() for name, tensor in outlined(weights).items()}
     errors, of_slices, ranges_of_ranks, expected = zip(*partition.gather((error, outlines, ranges, numels)), strict=True)
     for found in filter(None, errors):
         raise found
-    state = {"state": _merged(partition, of_slices), "param_groups": _copied(packed_groups(optimizer))}
+    state = {"state": _merged(partition, of_slices), "param_groups": _copied(packed_groups(partition.optimizer))}
     if partition.replica != replica:
-        return Snapshot(None, [], [], to, None)
+        return Snapshot(None, [], [], to, None, partition.everyone)
     whole = {**weights, "optimizer": state} if with_state else weights
     tensors = outlined(whole)
     sources = sorted(
@@ -167,7 +193,9 @@ def snapshot(
     )
     _check_complete(sources, {name: tensors[name].numel() for name in tensors.keys() - numels} | expected[receiver])
     in_order = [(tensors[name], numel, rank) for name, _, numel, rank in sources if receives]
-    return Snapshot(whole if receives else None, own, in_order, partition.ranks[receiver], partition.cpu_group)
+    return Snapshot(
+        whole if receives else None, own, in_order, partition.ranks[receiver], partition.cpu_group, partition.everyone
+    )
 
 
 def parts_of_rank(
@@ -235,7 +263,7 @@ def _outline(partition: Partition, owned: OwnedSlice, own: list[Part]) -> Any:
             like = value if partition.is_whole(owned.number) or value.shape == like.shape else like
         else:
             raise CheckpointError(f"{entry} in shape {tuple(value.shape)} for {numel} elements: {_RULE}")
-        own.append(Part(f"optimizer.state.{owned.number}.{name}", owned.start, numel, read))
+        own.append(Part(f"optimizer.state.{owned.number}.{name}", owned.start, numel, dtype, read))
         return _meta_like(like, dtype)
 
     state = partition.inner.state.get(owned.local, {})
@@ -276,9 +304,9 @@ def _weights(partition: Partition, model: torch.nn.Module, receives: bool, own: 
     divided = partition.plan.has_masters
     held = model.state_dict(keep_vars=True)
     names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # first name of tied tensors
-    dtypes = {
-        id(param): dtype for param, dtype in zip(parameters(partition.optimizer), partition.plan.update_dtypes, strict=True)
-    }
+    laid_out = zip(parameters(partition.optimizer), partition.plan.params, partition.plan.update_dtypes, strict=True)
+    # as it was laid out, whether or not it has been frozen since
+    dtypes = {id(param): dtype if spec.requires_grad else param.dtype for param, spec, dtype in laid_out}
     for name, param in model.named_parameters(remove_duplicate=False):
         if divided and held.get(name, param) is not param and dtypes.get(id(param), param.dtype) != param.dtype:
             copied = f"state_dict() of the model has a copy of {name}"
@@ -289,12 +317,12 @@ def _weights(partition: Partition, model: torch.nn.Module, receives: bool, own: 
             outlines[key] = copy.deepcopy(tensor) if receives else None
             continue
         is_divided = divided and key in dtypes
-        outlines[key] = _meta_like(tensor, dtypes[key] if is_divided and tensor.requires_grad else tensor.dtype)
+        outlines[key] = _meta_like(tensor, dtypes[key] if is_divided else tensor.dtype)
         if receives and not is_divided:
-            own.append(Part(names[key], 0, tensor.numel(), tensor.detach))
+            own.append(Part(names[key], 0, tensor.numel(), tensor.dtype, tensor.detach))
     for owned in partition.owned if divided else ():
-        if id(owned.param) in names:
-            own.append(Part(names[id(owned.param)], owned.start, owned.local.numel(), owned.read))
+        if (key := id(owned.param)) in names:
+            own.append(Part(names[key], owned.start, owned.local.numel(), dtypes[key], owned.read))
     return {name: outlines[id(tensor)] for name, tensor in held.items()}
 
 

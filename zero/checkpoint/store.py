@@ -6,9 +6,9 @@ import re
 import time
 from typing import Any, NamedTuple
 
-from zero.checkpoint.archive import Pieces
+from zero.checkpoint.archive import Pieces, write_archive
 from zero.checkpoint.files import atomic_write, link_or_copy
-from zero.checkpoint.format import NAME, verify, write_file
+from zero.checkpoint.format import FORMAT, NAME, is_plain, verify
 from zero.checkpoint.state import CheckpointError
 
 PREVIOUS = "ckpt_prev.pt"
@@ -37,12 +37,15 @@ def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool 
         rotate: False if the old file is corrupt and must not replace `ckpt_prev.pt`.
         pieces: of the tensors of `checkpoint` that are on the meta device.
 
-    Raises OSError if the disk is full or cannot be written to. The old files are unchanged.
+    Raises OSError if the disk is full or cannot be written to; ValueError if the model has more than tensors and plain values.
+    The old files are unchanged then.
     """
+    if odd := [name for name, value in checkpoint["model"].items() if not is_plain(value)]:
+        raise ValueError(f"{odd[0]} is more than tensors and plain values, so the checkpoint could not be read; change it")
     begin = time.perf_counter()
     path = os.path.join(folder, NAME)
     with atomic_write(path) as temporary:
-        write_file(checkpoint, temporary, pieces)
+        write_archive({**checkpoint, "format": FORMAT}, temporary, pieces)
         if rotate and os.path.exists(path):
             link_or_copy(path, os.path.join(folder, PREVIOUS), link=True)  # `path` becomes a new file, so a link is enough
     iteration, write_s = checkpoint["iter_num"], time.perf_counter() - begin

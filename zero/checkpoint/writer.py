@@ -12,7 +12,7 @@ import torch.distributed as dist
 from zero.checkpoint import store
 from zero.checkpoint.state import Part, Snapshot, snapshot
 from zero.checkpoint.store import SaveReport
-from zero.host_comm import LONG_TIMEOUT, gather_objects, is_rank_0
+from zero.host_comm import LONG_TIMEOUT, gather_objects, is_rank_0, on_all_ranks
 
 
 class DivergedError(ArithmeticError):
@@ -58,28 +58,23 @@ class CheckpointWriter:
         self.wait()
         begin = time.perf_counter()
         state = snapshot(optimizer, model)
-        state.group = self._group  # the thread sends beside the collectives of the run
+        state.group = state.everyone = self._group  # the thread sends beside the collectives of the run
         if self.background:
-            state.hold()
+            on_all_ranks(state.hold, self._group)
         checkpoint = {**state.outline, **values} if state.outline is not None else None
         params = {f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
         stream = partial(self._stream, checkpoint, state, params, time.perf_counter() - begin)
+        # the ranks wait there, and not in the collectives of the run, for as long as one of them writes
         if self.background:
-            self._pending = self._thread.submit(stream)
-            return
-        try:
-            stream()
-        finally:
-            self._barrier()
+            self._pending = self._thread.submit(on_all_ranks, stream, self._group)
+        else:
+            on_all_ranks(stream, self._group)
 
     def wait(self) -> None:
         """Wait until no checkpoint is being written. Raise an error that is not an outcome. Needs to be called on all ranks."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            try:
-                pending.result()
-            finally:
-                self._barrier()
+            pending.result()
 
     def outcomes(self) -> list[SaveReport | OSError | DivergedError]:
         """Return the results of the saves that have ended since the last call. Rank 0 has the results of all saves."""
@@ -99,15 +94,10 @@ class CheckpointWriter:
 
     def _check_finite(self, weights: list[Part]) -> None:
         """Raise DivergedError on all ranks for the first weight with an inf or a nan on any of them."""
-        found = next((part.name.removeprefix("model.") for part in weights if not _is_finite(part.read())), None)
-        for name in gather_objects(found, self._group):
-            if name is not None:
-                raise DivergedError(f"{name} is not finite")
-
-    def _barrier(self) -> None:
-        """Make the ranks wait here, and not in the collectives of the run, for as long as one of them writes."""
-        if self._group is not None:
-            dist.barrier(self._group)
+        named = ((part.name.removeprefix("model."), part) for part in weights)
+        found = on_all_ranks(lambda: next((name for name, part in named if not _is_finite(part.read())), None), self._group)
+        for name in filter(None, gather_objects(found, self._group)):
+            raise DivergedError(f"{name} is not finite")
 
 
 def _is_finite(value: torch.Tensor) -> bool:

@@ -23,6 +23,10 @@ def contents():
     tensors |= {"nothing": torch.zeros(0, 3), "number": torch.tensor(3.0), "float8": torch.ones(5).to(torch.float8_e4m3fn)}
     tensors |= {"conv": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), "transposed": torch.randn(5, 4).t()}
     tensors |= {"expanded": torch.ones(3, 1).expand(3, 2), "sliced": torch.randn(6, 6)[::2, ::3]}
+    tensors |= {
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
+    }
     tensors |= {"view of all": tensors["torch.float32"].view(7, 3), "tied": tensors["torch.float32"]}
     return {
         "model": tensors,
@@ -60,6 +64,13 @@ def test_torch_reads_what_it_would_have_written(tmp_path, mmap, numels):
         assert tensor.stride() == (tree["model"][name] if dense else torch.empty(tensor.shape)).stride(), name
         assert not tensor.numel() or tensor.data_ptr() % 64 == 0 or not mmap, name
     assert found["model"]["tied"].data_ptr() == found["model"]["torch.float32"].data_ptr()
+
+
+def test_pieces_that_do_not_fill_the_tensors_are_refused(tmp_path):
+    outline, pieces = split(4, contents(), {"conv", "transposed"})
+    for wrong in (pieces[:-1], [(tensor, piece.double()) for tensor, piece in pieces], []):
+        with pytest.raises(ValueError, match="the pieces are not the elements of the tensors"):
+            write_archive(outline, str(tmp_path / "ckpt.pt"), wrong)
 
 
 def test_nothing_of_a_file_depends_on_the_time(tmp_path):

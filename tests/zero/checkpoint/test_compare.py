@@ -74,6 +74,24 @@ def test_what_is_not_the_same(compared, change, code, line):
     assert any(re.fullmatch(line, each) for each in lines), lines
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "code", "line"),
+    [
+        (0.1, 0.1 + 1e-12, 1, r"  1e-12 +optimizer.state.0.step"),
+        (2**63 + 1, 2**63, 1, r"  1 +optimizer.state.0.step"),
+        (3, torch.tensor(3.0), 0, "bit-identical: .*"),
+        (None, 3, 1, r"  NoneType and int +optimizer.state.0.step"),
+        (torch.tensor([3.0, 1.0]), torch.tensor([math.inf, 1.0]), 1, r"  inf +optimizer.state.0.step"),
+    ],
+)
+def test_numbers_in_place_of_tensors(tmp_path, capsys, a, b, code, line):
+    for name, step in (("a.pt", a), ("b.pt", b)):
+        state = {"state": {0: {"step": step}}, "param_groups": [{"params": [0]}]}
+        torch.save({**CHECKPOINT, "optimizer": state}, tmp_path / name)
+    assert main(["compare", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == code
+    assert any(re.fullmatch(line, each) for each in capsys.readouterr().out.splitlines())
+
+
 def test_many_differences_are_counted(compared):
     code, lines = compared(model(lambda held: held.update({f"layer {number}": torch.ones(1) for number in range(15)})))
     assert (code, len(lines), lines[-1]) == (1, 12, "  and 5 more")

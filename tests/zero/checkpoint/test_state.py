@@ -97,9 +97,23 @@ def odd_models(folder):
             assert saved["_extra_state"] == module.extra
             assert torch.equal(saved["mask"], module.mask.float())
         module.extra = {"object": object()}
-        with pytest.raises(ValueError, match="_extra_state is more than") if dist.get_rank() == 0 else contextlib.nullcontext():
-            writer.write(module, optimizer, VALUES)
-            writer.wait()
+        with pytest.raises(ValueError, match="_extra_state is more than"):  # on all ranks
+            _ = writer.write(module, optimizer, VALUES), writer.wait()
+
+
+def weights_that_freeze_and_thaw(folder):
+    """After it was wrapped. What is saved of a weight is what the plan says, its master, or for a frozen one itself."""
+    for requires_grad in (True, False):
+        module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).requires_grad_(requires_grad))
+        optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, param_dtype="bfloat16", lr=0.1)
+        ShardedDataParallel(module, optimizer)
+        module[1].requires_grad_(not requires_grad)
+        ckpt.CheckpointWriter(folder).write(module, optimizer, VALUES)
+        saved = ckpt.load(f"{folder}/ckpt.pt")["model"]
+        assert saved.keys() == module.state_dict().keys()
+        for name, value in module.state_dict().items():
+            assert torch.equal(saved[name].bfloat16(), value), name
+        assert saved["1.weight"].dtype == (torch.float32 if requires_grad else torch.bfloat16)
 
 
 def state_dict_of_another_module():
@@ -346,7 +360,8 @@ def test_state_of_every_class_and_kind_goes_there_and_back(tmp_path):
 
 
 def test_models_with_more_than_weights_and_state_of_any_shape(tmp_path):
-    run_in_turn(2, partial(odd_models, str(tmp_path)), state_dict_of_another_module, tensor_learning_rates)
+    run_in_turn(2, *(partial(of, str(tmp_path)) for of in (odd_models, weights_that_freeze_and_thaw)))
+    run_in_turn(2, state_dict_of_another_module, tensor_learning_rates)
 
 
 def test_a_state_dict_of_copies_lacks_the_masters():

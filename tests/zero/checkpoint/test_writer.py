@@ -17,6 +17,7 @@ from forecast.live_bytes import LiveBytes
 from zero import ShardedOptimizer, host_comm
 from zero import checkpoint as ckpt
 from zero.checkpoint import store
+from zero.codecs import Encoded
 from zero.flags import Flags
 
 
@@ -186,6 +187,32 @@ def save_where_one_rank_has_diverged(folder):
         writer.write(model.module, optimizer, VALUES)
         writer.wait()
     return [str(outcome) for outcome in writer.outcomes() if isinstance(outcome, ckpt.DivergedError)]
+
+
+def a_part_that_cannot_be_read(folder):
+    """As where decoding it finds the GPU full. All ranks raise, and the file of before stands."""
+    module = torch.nn.Linear(64, 64)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, state_dtype="int8", lr=0.1)
+    for param in module.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for background in (False, True):
+        writer = ckpt.CheckpointWriter(folder, background=background)
+        writer.write(module, optimizer, VALUES)
+        writer.wait()
+        before = os.stat(f"{folder}/ckpt.pt")
+        for broken in (1, 0):
+            error = RuntimeError("out of memory") if dist.get_rank() == broken else None
+            decode = mock.Mock(side_effect=error) if error else Encoded.decode
+            with mock.patch.object(Encoded, "decode", decode), pytest.raises((RuntimeError, ValueError), match="out of memory"):
+                _ = writer.write(module, optimizer, VALUES), writer.wait()
+            dist.barrier()
+            assert os.path.samestat(before, os.stat(f"{folder}/ckpt.pt"))
+            assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
+
+
+def test_a_part_that_one_rank_cannot_read_ends_the_save_on_all(tmp_path):
+    run_in_turn(2, partial(a_part_that_cannot_be_read, str(tmp_path)))
 
 
 def test_what_one_rank_finds_not_to_be_finite_all_refuse(tmp_path):

@@ -167,35 +167,27 @@ def snapshot(
     Raises the errors of `consolidate`, and CheckpointError if the ranks have different models.
     """
     partition = settled_partition(optimizer)
-    return on_all_ranks(partial(_snapshot, partition, model, with_state, to), partition.everyone)
-
-
-def _snapshot(partition: Partition, model: torch.nn.Module | None, with_state: bool, to: int) -> Snapshot:
     replica, receiver = divmod(to, partition.plan.world_size)
     receives = (partition.replica, partition.rank) == (replica, receiver)
-    weights, outlines, own, error = dict[str, Any](), list[Any](), list[Part](), None
-    try:
-        weights, outlines, own = parts_of_rank(partition, model, with_state, receives)
-    except CheckpointError as raised:
-        error = raised
-    ranges = [(held.name, held.start, held.numel) for held in own]
+    take = partial(parts_of_rank, partition, model, with_state, receives)
+    weights, outlines, own = on_all_ranks(take, partition.everyone)
     numels = {name: tensor.numel() for name, tensor in outlined(weights).items()}
-    errors, of_slices, ranges_of_ranks, expected = zip(*partition.gather((error, outlines, ranges, numels)), strict=True)
-    for found in filter(None, errors):
-        raise found
-    state = {"state": _merged(partition, of_slices), "param_groups": _copied(packed_groups(partition.optimizer))}
-    if partition.replica != replica:
-        return Snapshot(None, [], [], to, None, partition.everyone)
-    whole = {**weights, "optimizer": state} if with_state else weights
-    tensors = outlined(whole)
-    sources = sorted(
-        (*range_, rank) for rank, ranges in zip(partition.ranks, ranges_of_ranks, strict=True) for range_ in ranges
-    )
-    _check_complete(sources, {name: tensors[name].numel() for name in tensors.keys() - numels} | expected[receiver])
-    in_order = [(tensors[name], numel, rank) for name, _, numel, rank in sources if receives]
-    return Snapshot(
-        whole if receives else None, own, in_order, partition.ranks[receiver], partition.cpu_group, partition.everyone
-    )
+    gathered = partition.gather((outlines, [(part.name, part.start, part.numel) for part in own], numels))
+    of_slices, ranges_of_ranks, expected = zip(*gathered, strict=True)
+
+    def make() -> Snapshot:
+        state = {"state": _merged(partition, of_slices), "param_groups": _copied(packed_groups(optimizer))}
+        if partition.replica != replica:
+            return Snapshot(None, [], [], to, None, partition.everyone)
+        whole = {**weights, "optimizer": state} if with_state else weights
+        tensors, ranked = outlined(whole), zip(partition.ranks, ranges_of_ranks, strict=True)
+        sources = sorted((*range_, rank) for rank, ranges in ranked for range_ in ranges)
+        _check_complete(sources, {name: tensors[name].numel() for name in tensors.keys() - numels} | expected[receiver])
+        in_order = [(tensors[name], numel, rank) for name, _, numel, rank in sources if receives]
+        groups = partition.cpu_group, partition.everyone
+        return Snapshot(whole if receives else None, own, in_order, partition.ranks[receiver], *groups)
+
+    return on_all_ranks(make, partition.everyone)
 
 
 def parts_of_rank(

@@ -230,7 +230,7 @@ def there_and_back(kwargs, folder):
 
 
 REFUSED = {
-    "history": "'history' of parameter 0 in shape (2, 1) for 1 elements",
+    "history": "'history' of parameter 0 in shape (2, ",
     "norm": "'norm' of parameter 0 as torch.float32 ",
     "single": "'count' of parameter 0 as a number per element, torch.float32 on rank 0 and torch.float32 [1.0] on rank 1",
     "late": "'late' of parameter 0 as 1.0 on rank 0 and nothing on rank 1",
@@ -240,7 +240,7 @@ REFUSED = {
 
 
 def refused(*kinds):
-    """All ranks say the same, and none waits for another."""
+    """All ranks say why, and none waits for another."""
     for kind, message in ((kind, REFUSED[kind]) for kind in kinds):
         model = make_list()
         optimizer = divide(model, Keeping, kind=kind, shard_size=2)
@@ -249,7 +249,6 @@ def refused(*kinds):
             with pytest.raises(ckpt.CheckpointError) as error:
                 save()
             assert str(error.value).removeprefix("Keeping keeps ").startswith(message), error.value
-            assert of_rank_0(str(error.value)) == str(error.value)
             assert ("ZeroRedundancyOptimizer takes any" in str(error.value)) == (kind not in ("text", "twice"))
 
 

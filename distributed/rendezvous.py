@@ -72,9 +72,8 @@ def meet(
             seen = hashlib.sha256("".join(number for number, _, _ in posts).encode()).hexdigest()
         time.sleep(0.05)
     missing = [str(number) for number in range(world_size) if not store.check([keys[number]])]
-    if missing:
-        raise RuntimeError(f"rank {', '.join(missing)} did not start within {timeout_s:.0f} s")
-    raise RuntimeError(f"the ranks have not met within {timeout_s:.0f} s")
+    who = f"rank {', '.join(missing)} did not start" if missing else "the ranks have not met"
+    raise RuntimeError(f"{who} within {timeout_s:.0f} s")
 
 
 def interface(own: str, addresses: list[str]) -> str | None:

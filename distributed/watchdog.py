@@ -74,9 +74,7 @@ class Watchdog:
     Needs to be created on all ranks, in the main thread. A thread posts the position of the main thread to the store of the
     process group every second. When the main thread has not moved for half of the timeout, it reads the posts of all ranks.
     While a rank does something that may take long, for example a save, and before the first iteration, only a rank that shows
-    no sign of life ends the others. The exit code is 1. If a rank has ended, the collectives of the others raise.
-
-    Without several ranks, this class does nothing.
+    no sign of life ends the others. The exit code is 1. Without several ranks, this class does nothing.
     """
 
     def __init__(self, timeout_s: float) -> None:

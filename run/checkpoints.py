@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -93,10 +92,8 @@ class Checkpoints:
         See `zero.checkpoint.load_on_all_ranks`. This is for 'resume', and for 'auto' if rank 0 sees a checkpoint. Anything else
         begins a new run, and returns None.
 
-        Raises:
-            ValueError: if there is no checkpoint, a rank cannot read it, another run writes to the folder, or nobody can. For
-                'auto', also if only another rank sees a checkpoint, in a folder of its own: a restart may put rank 0 on another
-                host.
+        Raises ValueError if there is no checkpoint, a rank cannot read it, another run writes to the folder, or nobody can. For
+        'auto', also if only another rank sees a checkpoint, in a folder of its own: a restart may put rank 0 on another host.
         """
         if init_from == "auto":
             seen = gather_objects(self.exist())  # by rank
@@ -187,15 +184,12 @@ class Checkpoints:
         return any(os.path.exists(os.path.join(self.folder, name)) for name in (NAME, PREVIOUS))
 
     def _check_writable(self) -> None:
-        """Check, before the model is made, that a file can be written where `claim` will make the folder."""
+        """Check, before the model is made, that files may be written where `claim` will make the folder."""
         above = os.path.abspath(self.folder)
         while not os.path.exists(above):
             above = os.path.dirname(above)
-        try:
-            if not self.read_only:
-                tempfile.TemporaryFile(dir=above).close()
-        except OSError as error:
-            raise ValueError(f"cannot write to out_dir={self.folder}: {error.strerror}; use another --out_dir") from error
+        if not (self.read_only or os.access(os.path.join(above, ""), os.W_OK)):
+            raise ValueError(f"cannot write to out_dir={self.folder}: {above} is not writable; use another --out_dir")
 
     def _find(self) -> str:
         if not self.read_only and os.path.isdir(self.folder):
@@ -204,9 +198,8 @@ class Checkpoints:
             path, warning = ckpt.find(self.folder)
         except CheckpointError as error:
             runs = out_folder.earlier(self.folder)
-            remedy = f"to resume, {f'use --out_dir={runs[max(runs)]}' if runs else 'check --out_dir'}; "
-            remedy += "to start a new run, use --init_from=scratch"
-            raise CheckpointError(f"{error}; {remedy}") from error
+            remedy = f"use --out_dir={runs[max(runs)]}" if runs else "check --out_dir"
+            raise CheckpointError(f"{error}; to resume, {remedy}; to start a new run, use --init_from=scratch") from error
         if warning:
             print(f"WARNING: {warning}; resuming from {path}, the previous checkpoint")
             self._newest_is_corrupt = True

@@ -26,7 +26,7 @@ from run.guard import Guard
 from run.logger import Logger
 from run.memory_meter import Memory, describe
 from run.meter import Iteration, Meter
-from run.profiling import FOLDER, Profiler
+from run.profiling import Profiler
 from run.progress import Progress
 from run.rank_checks import check_gradients
 from run.sampling import Sampler
@@ -61,7 +61,7 @@ class Run:
             print0(f"note: this CPU has no {dtype} instructions; --{setting}=float32 will be faster")
         self.progress = Progress(config["max_iters"], launch.rank)
         Watchdog(config["dist_timeout_s"])  # ends the ranks if they hang
-        self.profiler = Profiler(os.path.join(config["out_dir"], FOLDER), launch.rank, device, config["profile"])
+        self.profiler = Profiler(os.path.join(config["out_dir"], "profile"), launch.rank, device, config["profile"])
         self.checkpoints = Checkpoints(config)
         self._reads_later = device.type == "cuda"
         self._untimed_from = 0.0  # seconds, when the last block that is not timed began
@@ -124,10 +124,8 @@ class Run:
         self.signals = Signals()
         self.guard = Guard(optimizer, scaler, config["max_nonfinite"], self.log.alert)
         if state.iter_num > config["max_iters"]:
-            print0(
-                f"nothing to train: the checkpoint is at iteration {state.iter_num}, beyond max_iters={config['max_iters']}; "
-                "use a larger one"
-            )
+            beyond = f"the checkpoint is at iteration {state.iter_num}, beyond max_iters={config['max_iters']}"
+            print0(f"nothing to train: {beyond}; use a larger one")
         if will_train:
             self.memory.announce(state.iter_num)
         position.begin_iteration(state.iter_num)  # from here on, the watchdog ends a rank that hangs
@@ -178,14 +176,14 @@ class Run:
 
         `loss` is of this rank, `grad_norm` of all ranks together. Call when the gradients are clipped.
         """
-        if self.state.iter_num == self.first_iter:
-            with exit_on_wrong_input():
-                check_gradients(self.model)
         self.guard.check(loss, grad_norm)  # waits for all ranks
         self.meter.measure_memory("before step")
 
     def after_update(self) -> None:
         """Call when the weights are updated, and the gradients still exist."""
+        if self.state.iter_num == self.first_iter:
+            with exit_on_wrong_input():
+                check_gradients(self.model)
         if self.state.iter_num >= self.first_iter + 2:
             self.memory.compare(self.state.iter_num)  # once, as soon as there is optimizer state
 

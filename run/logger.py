@@ -142,7 +142,7 @@ class MetricsFile:
         self.folder, self._path = folder, os.path.join(folder, METRICS_FILE)
         self._resume_at, self._evaluates = resume_at, evaluates
         self._file = open(self._path, "ab", buffering=0)
-        self._end, self.late = 0, list[bytes]()  # `rewind` keeps so many bytes, and these later lines
+        self._end, self._late = 0, list[bytes]()  # `rewind` keeps so many bytes, and these later lines
         self._warned = False
 
     def kept(self) -> Iterator[dict[str, Any]]:
@@ -152,7 +152,7 @@ class MetricsFile:
         kinds of later lines stay: those about checkpoints up to `resume_at`, which are written when the checkpoint is on the
         disk, and the evaluation at `resume_at` if it is not repeated.
         """
-        self._end, self.late, iteration, found = 0, [], self._resume_at, False
+        self._end, self._late, iteration, found = 0, [], self._resume_at, False
         if iteration is None:
             return
         with open(self._path, "rb") as file:
@@ -165,7 +165,7 @@ class MetricsFile:
                 if not found:
                     self._end += len(line)
                 elif is_late:
-                    self.late.append(line)
+                    self._late.append(line)
                 if event["iter"] >= 0 and (is_late or not found):
                     yield event
 
@@ -173,7 +173,7 @@ class MetricsFile:
         """Truncate the file to what `kept` has yielded. It has whole lines before and after this, even if the disk is full."""
         self._file.truncate(self._end)
         self._file.seek(0, os.SEEK_END)
-        self._file.write(b"".join(self.late))
+        self._file.write(b"".join(self._late))
 
     def log(self, event: dict[str, Any]) -> None:
         """Append an event, with null for numbers that are not finite. If the disk is full, warn once and continue."""

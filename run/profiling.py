@@ -10,10 +10,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from distributed.ranks import print0
 from distributed.watchdog import position
 
-FOLDER = "profile"  # in out_dir
-# numbers of iterations: first skip some; then record some without keeping them, because a profiler is slow when it starts; then
-# record those of the trace
-WAIT, WARM_UP, ACTIVE = 5, 2, 3
+WAIT, WARM_UP, ACTIVE = 5, 2, 3  # iterations: to skip, to record in vain, because a profiler begins slowly, and of the trace
 
 
 class Profiler:
@@ -27,8 +24,7 @@ class Profiler:
 
     def __init__(self, folder: str, rank: int, device: torch.device, enabled: bool) -> None:
         self._folder, self._rank, self._on_gpu = folder, rank, device.type == "cuda"
-        # waits for this rank's communication in flight, before the recording ends: torch would write the end, which is an event
-        # of the profiler, to freed memory
+        # waits for communication in flight, before the recording ends: torch would write the end of it to freed memory
         self.wait: Callable[[], Any] = lambda: None
         self._profile: profile | None = None
         if not enabled:

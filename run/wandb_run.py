@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
 from typing import Any
 
 from distributed.ranks import print0
@@ -11,25 +10,6 @@ from run.metrics import METRICS
 from zero.host_comm import is_rank_0
 
 _FINISH_S = 60.0  # how long the end of a run waits for wandb
-
-
-def while_it_works(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a method that does nothing without a run of wandb. If it raises, a line says so, and the run is over."""
-
-    @wraps(method)
-    def call(self: Any, *arguments: Any) -> None:
-        if self.run is not None:
-            try:
-                method(self, *arguments)
-            except Exception as error:
-                self.run = None
-                print0(f"WARNING: wandb has stopped: {_first_line(error)}; metrics.jsonl has all figures")
-
-    return call
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 class WandbRun:
@@ -69,10 +49,9 @@ class WandbRun:
             self.lacks_history = run.offline and run_id is not None
             self._samples = wandb.Table(columns=["iter", "text"], log_mode="INCREMENTAL")
 
-    @while_it_works
     def log(self, event: dict[str, Any]) -> None:
         """Send an event as a part of the row of its iteration, or, if it comes late, of the newest row."""
-        if event["iter"] < self._first:
+        if self.run is None or event["iter"] < self._first:
             return
         row = dict(event)
         if event["iter"] < self._newest:
@@ -81,29 +60,36 @@ class WandbRun:
         if "sample/text" in event:
             self._samples.add_data(event["iter"], event["sample/text"])
             row["sample/text"] = self._samples
-        self.run.log(row, step=self._newest)
+        self._do(lambda run: run.log(row, step=self._newest))
 
-    @while_it_works
     def alert(self, title: str, text: str) -> None:
         """Send an alert, which wandb forwards by e-mail or Slack."""
-        self.run.alert(title, text)
+        self._do(lambda run: run.alert(title, text))
 
-    @while_it_works
     def summarize(self, values: dict[str, Any]) -> None:
         """Set figures that describe the whole run."""
-        self.run.summary.update(values)
+        self._do(lambda run: run.summary.update(values))
 
     def finish(self, figures: dict[str, float], exit_code: int = 0) -> None:
         """Set these figures and end the run, which wandb shows as failed if the code is not 0. Waits a minute for wandb."""
         self.summarize(figures)
-        self._finish(exit_code)
+        self._do(lambda run: run.finish(exit_code))
         if self.id is not None:
             with suppress(Exception, SystemExit):  # wandb's process may be dead; its own hook would print a traceback
                 self._wandb.teardown(exit_code)
 
-    @while_it_works
-    def _finish(self, exit_code: int) -> None:
-        self.run.finish(exit_code)
+    def _do(self, action: Callable[[Any], Any]) -> None:
+        """Do something with wandb's run, if there is one. After an error, which a line says, there is none."""
+        if self.run is not None:
+            try:
+                action(self.run)
+            except Exception as error:
+                self.run = None
+                print0(f"WARNING: wandb has stopped: {_first_line(error)}; metrics.jsonl has all figures")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _start(wandb: Any, config: dict[str, Any], run_id: str | None) -> Any:

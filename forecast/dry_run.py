@@ -44,12 +44,6 @@ class _SimulatedRank(Communicator):
         return []
 
 
-class _SimulatedOptimizer(ShardedOptimizer):
-    """A ShardedOptimizer whose `process_group` is the number of a rank and of all ranks."""
-
-    _communicator = _SimulatedRank
-
-
 class _MetaBytes(LiveBytes):
     """Counts tensors on the meta device as if they had memory. What only writes to them is not run.
 
@@ -103,7 +97,9 @@ class _Backward(torch.autograd.Function):
 class _Rank:
     """Runs iterations, and notes what is alive."""
 
-    def __init__(self, specs: Sequence[ParameterSpec], flags: Flags, optimizer: Optimizer, place: Any, on_cpu: bool) -> None:
+    def __init__(
+        self, specs: Sequence[ParameterSpec], flags: Flags, optimizer: Optimizer, place: tuple[int, int], on_cpu: bool
+    ) -> None:
         if (codec := codec_of(flags.state_dtype)) is not None:  # which makes the tables that all optimizers share
             codec.encode(torch.empty(codec.block, device=_META), lambda: torch.zeros(()), codec.empty(codec.block, _META))
         self.live, self.on_cpu, self.model = _MetaBytes(on_cpu), on_cpu, _Model(specs)
@@ -114,7 +110,8 @@ class _Rank:
         cls, arguments = for_first_step(optimizer)
         how: dict[str, Any] = {"options": flags, "registration_order": self.model.params, **arguments}
         with self.live:
-            self.optimizer = _SimulatedOptimizer(self.model.groups, cls, place, elementwise=True, **how)  # as its builder said
+            comm = _SimulatedRank(place, flags)
+            self.optimizer = ShardedOptimizer(self.model.groups, cls, comm, elementwise=True, **how)  # as its builder said
             self.wrapper = ShardedDataParallel(self.model, self.optimizer, flags.shard_gradients)
         self.construction = self.live.peak
         self.largest_buckets = self._arrived = self._before = 0
@@ -144,11 +141,11 @@ class _Rank:
     def save(self) -> tuple[int, int]:
         """Return the most bytes while rank 0 saves, and the bytes that it saves itself."""
         self.optimizer.settle()
-        _, _, own = parts_of_rank(self.optimizer.partition(), self.model, with_state=True, receives=True)
+        own = parts_of_rank(self.optimizer.partition(), self.model, with_state=True, receives=True)[-1]
         snapshot = Snapshot({}, own, [(torch.empty(0), part.numel, 0) for part in own], to=0, group=None, everyone=ALONE)
         before, saved = self.live.now, 0
         self.live.reset_peak()
-        with self.live, snapshot.arriving() as pieces:
+        with snapshot.arriving() as pieces:
             for _, elements in pieces:
                 saved += elements.nbytes
         of_others = arriving(self.optimizer.placed.plan, self.optimizer.comm.shard_rank) if self.on_cpu else 0
@@ -199,7 +196,7 @@ def dry_run(
             for group in rank.optimizer.param_groups:
                 group |= {name: value for name, value in optimizer[1].items() if name == "fused"}
             rank.iteration(micro_steps)
-        saving, saved = rank.save()
+            saving, saved = rank.save()
     finally:
         MAIN_MEMORY.discard("meta")
     matrices, own = matrix_plan(rank.optimizer.placed.plan), rank.optimizer.comm.shard_rank

@@ -30,16 +30,13 @@ def for_first_step(optimizer: Optimizer) -> Optimizer:
 def state_bytes(specs: Sequence[ParameterSpec], optimizer: Optimizer) -> list[int]:
     """Return the bytes of state that an optimizer keeps of each parameter, without counters of steps."""
     cls, arguments = for_first_step(optimizer)
-    of_kind: dict[ParameterSpec, int] = {}  # of one parameter for all that are alike
-    for kind in (kinds := [spec._replace(group=0, position=0) for spec in specs]):
-        if kind not in of_kind:
-            groups, (param,) = groups_on_meta([kind])
-            one = cls(groups, **arguments)
-            param.grad = torch.empty_like(param)
-            without_hooks(type(one).step)(one)
-            entries = one.state[param].items()
-            of_kind[kind] = sum(value.nbytes for name, value in entries if name != "step" and isinstance(value, torch.Tensor))
-    return [of_kind[kind] for kind in kinds]
+    groups, params = groups_on_meta(specs)
+    one = cls(groups, **arguments)
+    for param in params:
+        param.grad = torch.empty_like(param)
+    without_hooks(type(one).step)(one)
+    entries = [[value for name, value in one.state[param].items() if name != "step"] for param in params]
+    return [sum(value.nbytes for value in of_param if isinstance(value, torch.Tensor)) for of_param in entries]
 
 
 def state_of_ranks(plan: Plan, of_params: Sequence[int]) -> list[int]:

@@ -4,7 +4,6 @@ The figures are those of a steady state, from the second step on. They count the
 rounds tensors up, and its libraries (cuBLAS, NCCL) take workspaces in addition.
 """
 
-import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -140,7 +139,11 @@ class Prediction:
 
 def arriving(plan: Plan, rank: int) -> int:
     """Return the most bytes of other ranks in main memory while a rank writes: a piece that it writes, and the next one."""
-    others = itertools.chain(*(plan.slices(other) for other in range(plan.world_size) if other != rank))
-    return 2 * min(
-        MESSAGE_BYTES, max((slice_.numel * plan.update_dtypes[slice_.number].itemsize for slice_ in others), default=0)
-    )
+    pieces: dict[int, list[tuple[int, int]]] = {}  # of an entry of each parameter: first element, bytes that arrive
+    for other in range(plan.world_size):
+        for number, start, stop, _ in plan.slices(other):
+            nbytes = 0 if other == rank else (stop - start) * plan.update_dtypes[number].itemsize
+            messages = 1 + (nbytes > MESSAGE_BYTES)  # more than two are alike
+            pieces.setdefault(number, []).extend([(start, min(nbytes, MESSAGE_BYTES))] * messages)
+    in_order = ([count for _, count in sorted(of_param)] for of_param in pieces.values())
+    return max(sum(pair) for counts in in_order for pair in zip(counts, [*counts[1:], counts[0]], strict=True))

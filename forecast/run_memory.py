@@ -73,15 +73,15 @@ def predicted(
     """
     specs = tuple(spec._replace(device=torch.device("meta")) for spec in specs)  # all devices share a result
     plan = flags.plan(specs, world_size)
-    of_ranks = state_of_ranks(plan, state_bytes(specs, optimizer))
+    kinds = {spec._replace(group=spec.matrices, position=0): 0 for spec in specs}  # those of a kind have as much state
+    kinds.update(zip(kinds, _kept(state_bytes, [*kinds], optimizer, sources=("forecast/optimizer_state.py",)), strict=True))
+    of_ranks = state_of_ranks(plan, [kinds[spec._replace(group=spec.matrices, position=0)] for spec in specs])
     rank = of_ranks.index(max(of_ranks)) if rank is None else rank
     others |= {"on_cpu": on_cpu, "uneven": max(of_ranks) * len(of_ranks) / max(1, sum(of_ranks))}
     if not plan.buffers:
-        found = replicated(plan, rank, of_ranks[rank], world_size, micro_steps, distributed, in_place, on_cpu)
-        return replace(found, **others)
-
+        return replace(replicated(plan, rank, of_ranks[rank], world_size, micro_steps, distributed, in_place, on_cpu), **others)
     what = specs, flags, optimizer, (rank, world_size), min(micro_steps, 3), on_cpu
-    kept = _kept(dry_run, *what, sources=("forecast/dry_run.py", "forecast/optimizer_state.py", "zero/**/*.py"))
+    kept = _kept(dry_run, *what, sources=("zero/**/*.py",))
     kept["moments"] = [Moment(*moment) for moment in kept["moments"]]
     kept["sent"]["reduce-scatter"] *= micro_steps if flags.shard_gradients else 1
     return Prediction(plan, rank, world_size, micro_steps, flags.shard_gradients, **kept, **others)
@@ -89,15 +89,15 @@ def predicted(
 
 def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
     """Return the result of `activations.predict`."""
-    return Activations(*_kept(predict, workload, param_dtype, sources=("forecast/activations.py", "model.py", "loss.py")))
+    return Activations(*_kept(predict, workload, param_dtype, sources=("model.py", "loss.py")))
 
 
 def _kept(function: Callable[..., Any], *arguments: Any, sources: tuple[str, ...]) -> Any:
     """Return what a function returns, as JSON, from a file if it is there: a dry run takes a moment, fake tensors seconds.
 
-    `sources`: the files whose change makes a result invalid.
+    `sources`: the files, besides forecast's own, whose change makes a result invalid.
     """
-    known, text = _known(), f"{function.__name__} {arguments} {_version('forecast/live_bytes.py', *sources)}"
+    known, text = _known(), f"{function.__name__} {arguments} {_version('forecast/*.py', *sources)}"
     key = hashlib.sha256(text.encode()).hexdigest()
     if key not in known:
         known[key] = json.dumps(function(*arguments))

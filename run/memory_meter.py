@@ -73,7 +73,7 @@ class Memory:
         how["activations"] = activations or Activations()
         own = partial(predicted, plan.params, flags, _optimizer_of(plan.params), **how)
         self.compared = False
-        self.prediction: Prediction | None = _tried("memory", own)
+        self.prediction: Prediction | None = _tried("memory", own) if is_rank_0() else None  # which announces and compares it
         self.predicted = self.prediction.at("before step") if self.prediction else {}
         # bytes that one rank would hold without sharding before its step
         self.plain: dict[str, int] = alone().at("before step") if self.prediction else {}

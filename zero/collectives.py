@@ -1,7 +1,7 @@
 """Reduce-scatter and all-gather of flat buckets, with the fast method of each backend. Counts bytes and wait time."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -90,10 +90,10 @@ class Communicator:
     (`num_distributed_optimizer_instances`). `group`: all ranks that train. `options` say how many of them a shard group has.
     """
 
+    checks_values = True  # whether parameters must have values in memory of their own, which those of a dry run have not
     is_gloo = False
     shard_group: dist.ProcessGroup | None
     replica_group: dist.ProcessGroup | None
-    checks_values = True  # whether parameters must have memory of their own. False in a dry run, where none has memory
 
     def __init__(self, group: dist.ProcessGroup | None, options: Options = Options()) -> None:
         distributed = dist.is_initialized()
@@ -117,7 +117,7 @@ class Communicator:
         self.waits = Stopwatch(of_collectives=True)  # exposed communication: time that the computation waited, by kind
 
     def is_on_cpu(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is sent as between CPUs."""
+        """Return whether a tensor is sent as between CPUs. Tests override this, so that gloo sends as between GPUs."""
         return is_in_main_memory(tensor)
 
     @property
@@ -168,12 +168,20 @@ class Communicator:
         parts = before + parts
         if self.is_on_cpu(shard) and parts[-1].dtype != shard.dtype:  # a CPU adds two dtypes slowly
             for place, *addends in pieces(shard, *parts):
-                _write_sum((addend.to(place.dtype) for addend in addends), place)
+                self._write_sum(addends, place)
         else:
-            _write_sum(parts, shard)
+            self._write_sum(parts, shard)
         for tensor in (reduction.bucket, *received):
             self.pool.release(tensor)
         return shard
+
+    def _write_sum(self, parts: list[torch.Tensor], place: torch.Tensor) -> None:
+        """Write the sum of the parts to `place`, in its dtype, added from first to last. `place` may be the first part."""
+        total = parts[0]
+        if len(parts) == 1 or total.dtype != place.dtype:
+            total = place.copy_(total)
+        for part in parts[1:]:
+            total = torch.add(total, part.to(place.dtype) if self.is_on_cpu(place) else part, out=place)
 
     def all_gather(self, bucket: torch.Tensor) -> list[dist.Work]:
         """Start an in-place all-gather: fill `bucket` with the shards of all ranks of the shard group.
@@ -238,7 +246,7 @@ class Communicator:
         self.waits.add(kind, begin, mark(device))
 
     def _start(self, collective: Any, *args: Any, **how: Any) -> list[dist.Work]:
-        """Start a collective. A dry run overrides this method and `_exchange`: nothing else talks to other ranks."""
+        """Start a collective. A dry run overrides this method and `_exchange`, so that it talks to nobody."""
         return [collective(*args, async_op=True, **how)]
 
     def _exchange(self, parts: Sequence[torch.Tensor], places: dict[int, torch.Tensor], tag: int) -> list[dist.Work]:
@@ -259,14 +267,3 @@ class Communicator:
     def _is_native(self, bucket: torch.Tensor) -> bool:
         """Return whether the backend's own functions are the fast method."""
         return not self.is_on_cpu(bucket) and not self.is_gloo
-
-
-def _write_sum(parts: Iterable[torch.Tensor], place: torch.Tensor) -> None:
-    """Write the sum of the parts to `place`, in its dtype, added from the first to the last. `place` may be the first part."""
-    total = next(parts := iter(parts))
-    if total.dtype != place.dtype:
-        total = place.copy_(total)
-    for part in parts:
-        total = torch.add(total, part, out=place)
-    if total is not place:
-        place.copy_(total)

@@ -45,7 +45,8 @@ class ShardedOptimizer(DividedState):
         params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
         optimizer_cls, optimizer_class: class of the inner optimizer; give one. A class from neither torch.optim nor `zero`
             steps once for all buckets. Its `train` and `eval`, if any, exist here too; call them on all ranks.
-        process_group: the ranks that train the model. Default: all ranks, or this process without torch.distributed.
+        process_group: the ranks that train the model. Default: all ranks, or this process without torch.distributed. A dry
+            run gives a Communicator that sends nothing.
         registration_order: `model.parameters()`, if `params` have another order. Buckets reverse it, as backward does.
         elementwise: True for another class than torch.optim's, to promise that its update of an element depends only on that
             element, its gradient, its state, the hyperparameters of its group and the number of steps.
@@ -60,13 +61,11 @@ class ShardedOptimizer(DividedState):
     Source: Rajbhandari et al., "ZeRO", section 5.1 (P_os), and the interface of ZeroRedundancyOptimizer.
     """
 
-    _communicator: Callable[..., Communicator] = Communicator  # a dry run has another one
-
     def __init__(
         self,
         params: Iterable[Any],
         optimizer_cls: type[torch.optim.Optimizer] | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | Communicator | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
@@ -81,7 +80,7 @@ class ShardedOptimizer(DividedState):
         if overlap_with_ddp:
             raise ValueError("overlap_with_ddp=True is not supported; use zero.ShardedDataParallel, which overlaps")
         optimizer_cls = check_class(optimizer_cls, optimizer_class, elementwise)
-        self.comm = self._communicator(process_group, self.options)
+        self.comm = process_group if isinstance(process_group, Communicator) else Communicator(process_group, self.options)
         self._make_inner = partial(optimizer_cls, **kwargs)  # from groups of slices
         self._new_placement = partial(Placement, self.comm, list(registration_order or ()), device)
         self.placed: Placement

@@ -115,6 +115,14 @@ def test_communication_that_computation_cannot_hide():
     assert network.exposed(broadcasts, 1e9, 1e9)["broadcast"] == network.seconds(broadcasts)["broadcast"]
 
 
+def test_the_time_of_matrix_products():
+    """On an A100 with 156 TFLOP/s, at an MFU of 50 %."""
+    one = planner(device="cuda", gpu="A100", mfu=50.0, gradient_accumulation_steps=16, **NOTHING_FITS)
+    alone, checkpointing = (one.figures("", choice, 1)["seconds"] for choice in (one.chosen(1), one.everything(1)))
+    assert alone == pytest.approx(8 * 16 * 64 * GPT(CONFIG).flops_per_token() / 156e12)
+    assert checkpointing == pytest.approx(4 / 3 * alone), "the forward once more"
+
+
 def test_plan_says_what_to_do(data):
     small = f"--dataset={data}", *SIZES
     lines = plan(*small, "--world_size=2", "--gpu_memory_gb=0.00035", "--device=cuda")

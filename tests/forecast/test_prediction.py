@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.contenders import Setup
 from benchmarks.memory_profile import MemoryProfile
+from forecast.dry_run import dry_run
 from forecast.modes import Mode
 from forecast.prediction import PURPOSES, Activations, Moment
 from forecast.run_memory import gpt_specs, planned_optimizer, predicted, predicted_activations
@@ -119,13 +120,13 @@ def measured(cases, micro_steps, sizes, with_peak=False):
     return found
 
 
-def check(results, with_peak=False):
+def check(results, with_peak=False, differ=True):
     """What `measured` returns on one rank. A case that is predicted as another one would not reach what it names."""
     foretold = [
         repr(([expected for expected, *_ in parts.values()], sent, peaks[0][0], peaks[1][0]))
         for parts, sent, _, peaks in results.values()
     ]
-    assert len(set(foretold)) == len(foretold), [*results]
+    assert not differ or len(set(foretold)) == len(foretold), [*results]
     for name, (parts, predicted_sent, sent, (construction, training)) in results.items():
         for point, (expected, held, alive) in parts.items():
             assert expected == held, (name, point)
@@ -245,6 +246,21 @@ def test_the_peak_of_a_save(tmp_path, world_size, background):
         assert expected == pytest.approx(peak, rel=0.02), name
 
 
+def only_rank_0_predicts():
+    """What an all-reduce returns after that. One more collective on this rank would meet it, or wait forever."""
+    if dist.get_rank() == 0:
+        for bucket_mb, mode in CASES.values():
+            if mode.flags.is_sharded and not mode.muon:
+                flags = replace(mode.flags, bucket_mb=bucket_mb, shard_size=2 if mode.hybrid else 0)
+                assert dry_run(gpt_specs(TWO_LAYERS), flags, planned_optimizer(None), (1, 4), 2, True)["sent"]["all-gather"] > 0
+    dist.all_reduce(number := torch.tensor(1.0 + dist.get_rank()))
+    return number.item()
+
+
+def test_a_dry_run_talks_to_nobody():
+    assert run_in_turn(2, only_rank_0_predicts) == [[3.0, 3.0]]
+
+
 DEMO = replace(SIZES, vocab_size=97, n_head=4, n_embd=128)  # 0.8M parameters
 GPT2 = replace(SIZES, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, block_size=64)
 
@@ -277,4 +293,5 @@ def simulated(world_size, rank):
 )
 def test_predictions_for_one_rank_of_a_large_world(world_size, rank):
     with ProcessPoolExecutor(1, context) as pool:
-        check(pool.submit(simulated, world_size, rank).result())
+        results = pool.submit(simulated, world_size, rank).result()
+    check(results, differ=world_size == 8)  # of 64 ranks, the last one has no whole parameter, whatever the optimizer

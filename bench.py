@@ -21,9 +21,9 @@ the time is measured. The column to read is "ratio": the time of a mode is divid
 same round, and the ratio is the median over all rounds. If its quartiles are far apart, take more --rounds.
 
 Points of a step: after init: the model exists. wrapping: the most while data parallelism is set up; after wrapping:
-then. accumulating: between micro-steps. before step, after step: around the update. saving: a checkpoint is gathered.
+then. accumulating: between micro-steps. before step, after step: around the update. saving: a checkpoint is written.
 peak: the most within a step.
-Parts: copy is what rank 0 gathers to save it; rest is everything else, mostly temporary tensors of backward.
+Parts: rest is everything but the columns before it, mostly temporary tensors of backward.
 
 Modes:
 """

@@ -177,7 +177,7 @@ def memory_rows(setup: Setup, modes: list[str], simulated_world_size: int = 0) -
             figures = max((points[point] for points in by_rank), key=itemgetter("total"))
             predicted, total = prediction.get(point), figures["total"]
             off = None if predicted is None else 100 * (predicted / max(1, total) - 1)
-            parts = {part: figures.get(part) for part in (*PURPOSES, "activations", "copy", "rest")}
+            parts = {part: figures.get(part) for part in (*PURPOSES, "activations", "rest")}
             yield {**first, "mode": name, "point": point, "total": total, "predicted": predicted, "off by, %": off, **parts}
 
 

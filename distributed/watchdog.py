@@ -1,4 +1,4 @@
-"""Where a rank is, and the end of a run that hangs: a line says which rank waits for what, and for which rank."""
+"""Where a rank is, and the end of a run that hangs: a line names the rank that waits, its collective, and who is missing."""
 
 import json
 import os

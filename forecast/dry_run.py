@@ -168,7 +168,7 @@ class _Rank:
         return torch.empty_like(first)
 
     def _note(self, beside: str, freed: int = 0) -> None:
-        """Note the peak since the last call, unless there was more beside as many. `freed`: of the activations, before."""
+        """Note the peak since the last call, unless an earlier moment with these activations has more. `freed`: since then."""
         held = self.live.peak - freed
         if self.live.peak > self._before:
             buckets = self.optimizer.source.held_bytes()["buckets"] - self.optimizer.comm.pool.nbytes

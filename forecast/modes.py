@@ -22,7 +22,7 @@ class Mode:
     colour: str  # neighbours can be told apart by the colour-blind: Okabe and Ito, greys, Tol
     flags: Flags = Flags()
     planned: bool = False  # plan.py has a row of it, and bench.py trains with it by default
-    in_place: bool = False  # zero_grad(set_to_none=False), see `forecast.prediction.Prediction`
+    in_place: bool = False  # zero_grad(set_to_none=False), see `forecast.run_memory.predicted`
     muon: bool = False
     loss_chunk: int = 0
     hybrid: bool = False  # shard_size ranks share the state

@@ -30,7 +30,7 @@ class Choice:
     activation_checkpointing: bool
     loss_chunk: int
     batch_size: int
-    in_place: bool = False  # see `forecast.prediction.Prediction`
+    in_place: bool = False  # see `forecast.run_memory.predicted`
 
 
 class Planner:

@@ -79,7 +79,7 @@ class Checkpoints:
         self.folder, self.always, self.read_only = (settings[key] for key in ("out_dir", "always_save_checkpoint", "eval_only"))
         self._keep, self._in_background = settings["keep_checkpoints"], settings["async_save"]
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
-        self.newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
+        self.newest: int | None = None  # iteration of the checkpoint that was loaded, or whose save began last
         self._lock: TextIO | None = None  # on rank 0
         self.loaded_from = ""  # path of the checkpoint from which the run resumes
         self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
@@ -115,7 +115,7 @@ class Checkpoints:
         return checkpoint
 
     def claim(self) -> None:
-        """Lock the folder for this run, without the files of others: a new run renames the folder of an earlier one.
+        """Lock the folder for this run. A new run first renames the folder of an earlier run.
 
         A read-only run changes nothing. Raises ValueError as `out_folder.take` and `out_folder.set_aside`.
         """

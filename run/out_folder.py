@@ -70,9 +70,9 @@ def earlier(folder: str) -> dict[int, str]:
 
 
 def set_aside(folder: str, lock: TextIO) -> TextIO:
-    """Rename a folder that holds a run, see `earlier`, and return the lock on a new folder of its name; otherwise `lock`.
+    """Rename the folder of an earlier run, see `earlier`. Return the lock on the folder that the new run uses.
 
-    Call it on one process only. After a kill, the run is whole in one of the two folders.
+    `lock`: on the folder. Call it on one process only. After a kill, the earlier run is whole in one of the two folders.
 
     Raises ValueError if the folder cannot be renamed, and so is as it was, or if another run has just taken its name.
     """
@@ -81,7 +81,13 @@ def set_aside(folder: str, lock: TextIO) -> TextIO:
     if not checkpoints and not any(os.path.exists(os.path.join(path, name)) for name in (METRICS_FILE, FACTS)):
         return lock
     target = f"{path}.before-{max(runs, default=0) + 1}"
-    in_use = os.getcwd(), __file__, *map(os.path.dirname, glob.glob(f"{glob.escape(path)}/*/{NAME}"))
+    in_use = (
+        os.getcwd(),
+        __file__,
+        "/dev/stdout",
+        "/dev/stderr",
+        *map(os.path.dirname, glob.glob(f"{glob.escape(path)}/*/{NAME}")),
+    )
     try:
         if inside := [each for each in in_use if os.path.commonpath([os.path.realpath(each), path]) == path]:
             raise OSError(f"{inside[0]} is in it")

@@ -1,4 +1,4 @@
-"""Memory use in bytes, measured on tensors. `forecast.prediction` predicts it."""
+"""Memory use in bytes, measured on tensors. `forecast.dry_run` predicts it."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel

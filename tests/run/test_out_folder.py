@@ -208,6 +208,15 @@ def test_a_folder_that_cannot_be_renamed_stays(out, monkeypatch):
         refused(f"{out}/second is in it")
     (out / "second" / "run.lock").touch()
     refused(f"{out}/second is in it")
+    (out / "second" / "run.lock").unlink()
+    with open(out / "log.txt", "w") as log:  # python train.py > out/log.txt
+        files, stdout = names(out), os.dup(1)
+        os.dup2(log.fileno(), 1)
+        try:
+            refused("/dev/stdout is in it")
+        finally:
+            os.dup2(stdout, 1)
+            os.close(stdout)
 
 
 def test_a_link_to_a_folder_stays(out):

@@ -173,7 +173,7 @@ class ShardedOptimizer(DividedState):
 
     @contextmanager
     def _writing(self, changed: list[torch.nn.Parameter]) -> Iterator[None]:
-        """Return a context in which the inner optimizer may write to its slices of `changed`. After it, all ranks have these."""
+        """Return a context in which the inner optimizer may write to its slices of `changed`. Then all ranks have these."""
         self.has_state, self.consolidated = True, None
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         try:

@@ -60,11 +60,12 @@ def meet(
     """
     keys = [f"start of rank {number}" for number in range(world_size)]
     own, seen, end = uuid.uuid4().hex, "", time.monotonic() + timeout_s
-    store.set(keys[rank], json.dumps([own, address, seen]))
+    store.set(keys[rank], last := json.dumps([own, address, seen]))
     while time.monotonic() < end:
-        if json.loads(store.get(keys[rank]))[0] != own:
+        post = json.dumps([own, address, seen])
+        if store.compare_set(keys[rank], last, post) != post.encode():
             raise RuntimeError(f"another process is rank {rank} now; this one is left from an earlier start")
-        store.set(keys[rank], json.dumps([own, address, seen]))
+        last = post
         if store.check(keys):
             posts = [json.loads(post) for post in store.multi_get(keys)]
             if seen and all(view == seen for _, _, view in posts):

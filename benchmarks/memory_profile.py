@@ -75,9 +75,12 @@ class MemoryProfile:
             self.contender.wait()
             self._last_step()
             if can_save and self.mode.is_built:
+                saved = snapshot(self.contender.optimizer, self.contender.module)  # frees the pool
                 self.live.reset_peak()
-                with snapshot(self.contender.optimizer, self.contender.module).arriving():
-                    pass
+                with saved.arriving() as pieces:
+                    for _ in pieces:  # as while one is written, the next one arrives
+                        pass
+                del saved
                 self._record("saving", self._held(), total=self.live.peak)
         return self.points
 

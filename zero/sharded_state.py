@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zero.buckets import OwnedSlice
-from zero.host_comm import cpu_group, gather_objects, meet
+from zero.host_comm import ALONE, cpu_group, gather_objects, meet
 from zero.layout import Plan, Slice, parameter_specs, replicated_plan
 
 
@@ -23,7 +23,7 @@ class Partition:
     plan: Plan
     rank: int  # of this process, among the ranks that share the state
     process_group: dist.ProcessGroup | None  # the ranks that share the state
-    everyone: dist.ProcessGroup | None  # all ranks, also those of other replicas
+    everyone: dist.ProcessGroup | None  # all ranks, also those of other replicas; ALONE without sharding
     owned: Sequence[OwnedSlice]  # the parameters of `inner`: this rank's slices, in the order of `plan.slices`
     replica: int = 0  # index of the replica of this process; without sharding, each process has one, as rank 0 of 1
 
@@ -75,12 +75,12 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
             for groups in optimizer._partition_parameters()  # type: ignore[attr-defined]  # not in torch's stubs
         )
         plan, rank, replica = Plan(tuple(specs), len(assigned), assigned=assigned), optimizer.rank, 0
-        inner, group = optimizer.optim, optimizer.process_group
+        inner, group, everyone = optimizer.optim, optimizer.process_group, optimizer.process_group
     else:
         plan, rank, replica = replicated_plan(specs), 0, dist.get_rank() if dist.is_initialized() else 0
-        inner, group = optimizer, None
+        inner, group, everyone = optimizer, None, ALONE
     owned = [OwnedSlice(number, params[number], 0, stop, 0, params[number]) for number, _, stop, _ in plan.slices(rank)]
-    return Partition(optimizer, inner, plan, rank, group, group, owned, replica)
+    return Partition(optimizer, inner, plan, rank, group, everyone, owned, replica)
 
 
 def settled_partition(optimizer: torch.optim.Optimizer) -> Partition:

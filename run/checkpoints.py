@@ -189,7 +189,8 @@ class Checkpoints:
         while not os.path.exists(above):
             above = os.path.dirname(above)
         if not (self.read_only or os.access(os.path.join(above, ""), os.W_OK)):
-            raise ValueError(f"cannot write to out_dir={self.folder}: {above} is not writable; use another --out_dir")
+            why = "is not writable" if os.path.isdir(above) else "is no folder"
+            raise ValueError(f"cannot write to out_dir={self.folder}: {above} {why}; use another --out_dir")
 
     def _find(self) -> str:
         if not self.read_only and os.path.isdir(self.folder):

@@ -59,7 +59,7 @@ def take(folder: str) -> TextIO:
         file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
         file.flush()
     except OSError as error:
-        raise ValueError(f"cannot write to out_dir={folder}: {error}") from error
+        raise ValueError(f"cannot write to out_dir={folder}: {error.strerror or error}; use another --out_dir") from error
     return file
 
 

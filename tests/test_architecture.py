@@ -4,6 +4,8 @@ import ast
 import glob
 import graphlib
 import os
+import re
+import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -138,6 +140,17 @@ def test_a_reader_can_take_in_every_class_of_the_engine():
     for sizes, limit in ((classes, 250), (files, 400)):
         print(*sorted(((size, name) for name, size in sizes.items()), reverse=True)[:5], sep="\n")
         assert max(sizes.values()) <= limit
+
+
+def test_the_makefile_names_tests_that_exist():
+    """One name that does not exist, and pytest runs none of those beside it."""
+    printed = subprocess.run(
+        ["make", "-s", "-n", "check", "test-all"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    names = sorted(set(re.findall(r'"(tests/\S+)"', printed)))
+    assert len(names) > 10
+    collect = ["-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", *names]
+    subprocess.run([sys.executable, *collect], cwd=ROOT, capture_output=True, check=True)
 
 
 def test_the_package_has_all_of_zero_and_nothing_else():

@@ -32,7 +32,7 @@ def _inspect(path: str) -> int:
 
 def _compare(path: str, other: str, tolerance: float) -> int:
     """Print the differences of two checkpoints, the largest first. Return 1 if one is larger than the tolerance."""
-    found = compare(*(os.path.join(name, NAME) if os.path.isdir(name) else name for name in (path, other)))
+    found = compare(path, other)
     of_state = sum(each.name.startswith("optimizer.") for each in found)
     counts = f"{len(found) - of_state} weights and {of_state} entries of optimizer state"
     different = sorted((each for each in found if not each.is_identical), key=lambda each: -each.largest)
@@ -40,12 +40,18 @@ def _compare(path: str, other: str, tolerance: float) -> int:
         print(f"bit-identical: {counts}")
         return 0
     largest = different[0].largest
-    print(f"{len(different)} differ{'' if math.isinf(largest) else f' by at most {largest:.3g}'}, of {counts}:")
+    judged = "within the tolerance" if largest <= tolerance else "more than the tolerance"
+    print(f"{len(different)} differ{'' if math.isinf(largest) else f' by at most {largest:.3g}, {judged}'}, of {counts}:")
     for each in different[:_SHOWN]:
         print(f"  {each.why or f'{each.largest:<9.3g}'}  {each.name}")
     if len(different) > _SHOWN:
         print(f"  and {len(different) - _SHOWN} more")
     return int(largest > tolerance)
+
+
+def _path(name: str) -> str:
+    """Return the newest checkpoint of a folder, or the file itself."""
+    return os.path.join(name, NAME) if os.path.isdir(name) else name
 
 
 def _tolerance(text: str) -> float:
@@ -67,13 +73,13 @@ def main(arguments: list[str]) -> int:
     parser = _Parser("python -m zero.checkpoint", description="Look at a checkpoint, or compare two.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="inspect | compare")
     about = "verify the checksums of a checkpoint, and say what it contains"
-    command = commands.add_parser("inspect", help=about, description=about)
-    command.add_argument("file", metavar="FILE", help="a checkpoint, such as out/ckpt.pt")
+    command = commands.add_parser("inspect", help=about, description=about, allow_abbrev=False)
+    command.add_argument("file", metavar="FILE", type=_path, help="a checkpoint or a folder with a ckpt.pt, also nanoGPT's")
     about = "compare weights and optimizer state of two checkpoints, the largest difference first"
     exit_codes = "exit code 0, or 1 if a difference is larger than the tolerance, or 2 if a file cannot be read"
-    command = commands.add_parser("compare", help=about, description=f"{about}; {exit_codes}")
-    command.add_argument("first", metavar="A", help="a checkpoint, or a folder with a ckpt.pt; also one of nanoGPT")
-    command.add_argument("second", metavar="B", help="another one, of any implementation and number of ranks")
+    command = commands.add_parser("compare", help=about, description=f"{about}; {exit_codes}", allow_abbrev=False)
+    command.add_argument("first", metavar="A", type=_path, help="a checkpoint, or a folder with one, as for inspect")
+    command.add_argument("second", metavar="B", type=_path, help="another one, of any implementation and number of ranks")
     command.add_argument("--tolerance", type=_tolerance, default=0.0, help="largest absolute difference; default: 0")
     args = parser.parse_args(arguments)
     try:

@@ -119,8 +119,6 @@ def verify(path: str) -> None:
 
     Raises CheckpointError if the file is missing, corrupt, or not a checkpoint.
     """
-    if os.path.isdir(path):
-        raise CheckpointError(f"{path} is a folder; name a file, such as {os.path.join(path, NAME)}")
     with reading(path), zipfile.ZipFile(path) as archive:
         if bad := archive.testzip():
             raise ValueError(f"the checksum of its entry {bad} does not match")

@@ -24,8 +24,14 @@ def test_inspect(tmp_path, capsys):
 
     torch.save(CHECKPOINT, tmp_path / "nanogpt.pt")
     assert "written by nanoGPT" in inspect("nanogpt.pt")[1]
+    assert inspect("")[1].startswith(f"{tmp_path / 'ckpt.pt'}: all checksums match")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "torn.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:-1000])
-    for name, reason in (("torn.pt", "is damaged"), ("nowhere.pt", "there is no checkpoint"), ("", "is a folder")):
+    for name, reason in (
+        ("torn.pt", "is damaged"),
+        ("nowhere.pt", "there is no checkpoint"),
+        ("empty", "there is no checkpoint"),
+    ):
         code, _, errors = inspect(name)
         assert (code, errors.count("\n")) == (2, 1)
         assert reason in errors

@@ -23,6 +23,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, *args)
+        optimizer.follow_moves()
         is_whole, (_, found_inf, _) = optimizer.source.is_whole, args
         if is_whole and optimizer.placed.plan.param_dtype == torch.float16:
             raise ValueError("only ShardedDataParallel unscales float16 gradients, as float32 sums; wrap the model in it")

@@ -81,24 +81,22 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     return values[0]
 
 
-def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None = None, kind: type[ValueError] = ValueError) -> Any:
     """Return the result of `make`. If it raises on any rank, raise on all ranks, so that no rank waits forever.
 
-    Other ranks raise the same kind of ValueError, or ValueError for any other error.
+    `kind`: what ranks raise for an error of another rank.
     """
     error, made = None, None
     try:
         made = make()
     except Exception as raised:
         error = raised
-    kind = type(error) if isinstance(error, ValueError) else ValueError
-    errors = gather_objects(error and (kind, str(error) or repr(error)), group)
+    errors = gather_objects(error and (str(error) or repr(error)), group)
     if error is not None:
         raise error
     if any(errors):
-        rank = next(rank for rank, found in enumerate(errors) if found)
-        kind, message = errors[rank]
-        raise kind(f"rank {rank}: {message}")
+        rank = next(rank for rank, message in enumerate(errors) if message)
+        raise kind(f"rank {rank}: {errors[rank]}")
     return made
 
 

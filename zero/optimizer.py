@@ -205,7 +205,6 @@ class ShardedOptimizer(DividedState):
 
     def collect_gradients(self) -> None:
         """Give the owned slices their gradients until the next `zero_grad`. Needs to be called on all ranks."""
-        self.follow_moves()
         self.source.begin_collecting()
         for bucket in self.placed.buckets:
             self.source.collect(bucket)

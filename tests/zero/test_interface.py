@@ -1,7 +1,9 @@
 """What programs expect of an optimizer: the interface of torch.optim and of ZeroRedundancyOptimizer."""
 
 import copy
+import gc
 import math
+import weakref
 from datetime import timedelta
 from functools import partial
 
@@ -378,3 +380,16 @@ def on_one_rank(rank):
 def test_refusals():
     for rank in (0, 1):
         run_ranks(on_one_rank, 2, rank)
+
+
+def test_what_was_moved_leaves_no_buffer_behind():
+    """As by Accelerator.prepare: the parameters are laid out anew, and the first buffers are freed."""
+    params = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizer = ShardedOptimizer(params, torch.optim.AdamW, lr=0.1)
+    before = weakref.ref(optimizer.placed.buckets[0])
+    for param in params:
+        param.data, param.grad = param.data.clone(), torch.ones(8)
+    optimizer.step()
+    gc.collect()
+    assert before() is None
+    assert params[0].max() < 1

@@ -38,21 +38,21 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, protocol=2)
-        self.keys: dict[Any, str] = {}  # of the entries of tensors, by `_place`
+        self.keys: dict[Any, str] = {}  # of the entries of tensors, by `place_of`
         self.nbytes: dict[str, int] = {}  # of these entries
         self.tensors: list[torch.Tensor] = []  # those that have elements
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return NotImplemented
-        if _place(value) not in self.keys:
-            self.keys[_place(value)] = key = str(len(self.keys))
+        if place_of(value) not in self.keys:
+            self.keys[place_of(value)] = key = str(len(self.keys))
             self.nbytes[key] = value.numel() * value.itemsize
             self.tensors += [] if value.is_meta else [value]
         rebuild, (storage, _, _, _, *others) = torch.empty(0, dtype=value.dtype).__reduce_ex__(2)
         is_typed = isinstance(storage, torch.storage.TypedStorage)
         kind = getattr(torch, storage._pickle_storage_type()) if is_typed else torch.UntypedStorage
-        memory = _Storage(kind, self.keys[_place(value)], value.numel() * (1 if is_typed else value.itemsize))
+        memory = _Storage(kind, self.keys[place_of(value)], value.numel() * (1 if is_typed else value.itemsize))
         strides = value.stride() if is_dense(value) else torch.empty(value.shape, device="meta").stride()
         return rebuild, (memory, 0, tuple(value.shape), strides, *others)
 
@@ -74,7 +74,7 @@ def write_archive(tree: Any, path: str, pieces: Pieces = ()) -> None:
                 with _entry(archive, name) as entry:
                     entry.write(text.encode())
             others = ((tensor, flattened(tensor.detach(), tensor)) for tensor in pickler.tensors)
-            of_entries = itertools.groupby(itertools.chain(pieces, others), lambda piece: pickler.keys[_place(piece[0])])
+            of_entries = itertools.groupby(itertools.chain(pieces, others), lambda piece: pickler.keys[place_of(piece[0])])
             written: dict[str, int] = {}
             for key, of_entry in of_entries:
                 with _entry(archive, f"data/{key}") as entry:
@@ -97,7 +97,7 @@ def _bytes(elements: torch.Tensor) -> memoryview:
     return elements.cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().data
 
 
-def _place(tensor: torch.Tensor) -> Any:
+def place_of(tensor: torch.Tensor) -> Any:
     """Return what is the same for tied tensors, and different for others."""
     has_own = tensor.is_meta or not tensor.numel()
     return id(tensor) if has_own else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

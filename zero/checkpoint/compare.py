@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero.checkpoint.archive import place_of
 from zero.checkpoint.format import load, verify
 from zero.checkpoint.state import named
 from zero.tensors import pieces
@@ -29,7 +30,9 @@ def compare(path: str, other: str) -> list[Difference]:
     for name in a | b:
         if name not in a or name not in b:
             found[name] = Difference(name, False, math.inf, f"only in {path if name in a else other}")
-        elif (key := (_address(a[name]) or name, _address(b[name]) or name)) not in found:  # tied tensors count once
+            continue
+        key = tuple(place_of(leaf) if isinstance(leaf, torch.Tensor) else name for leaf in (a[name], b[name]))
+        if key not in found:  # tied tensors count once
             found[key] = _difference(name, a[name], b[name])
     return list(found.values())
 
@@ -40,11 +43,6 @@ def _leaves(path: str) -> dict[str, Any]:
     weights, state = named(checkpoint["model"]), named(checkpoint.get("optimizer", {}).get("state", {}))
     leaves = {f"model.{name.removeprefix('_orig_mod.')}": leaf for name, leaf in weights.items()}  # nanoGPT's, if compiled
     return leaves | {f"optimizer.state.{name}": leaf for name, leaf in state.items()}
-
-
-def _address(leaf: Any) -> int:
-    """Return the address of the elements of a tensor; 0: it has none."""
-    return leaf.data_ptr() if isinstance(leaf, torch.Tensor) else 0
 
 
 def _difference(name: str, a: Any, b: Any) -> Difference:

@@ -99,7 +99,7 @@ class Snapshot:
             of_rank = [flat(next(own))] if rank == self.to else received(tensor.reshape(-1)[:numel], rank, self.group)
             for elements in of_rank:
                 yield tensor, elements
-        on_all_ranks(check, self.everyone)
+        on_all_ranks(check, self.everyone, CheckpointError)
 
     def in_memory(self) -> dict[str, Any] | None:
         """Return the state in new tensors on the CPU, where the outline is. Needs to be called on all ranks."""
@@ -170,7 +170,7 @@ def snapshot(
     replica, receiver = divmod(to, partition.plan.world_size)
     receives = (partition.replica, partition.rank) == (replica, receiver)
     take = partial(parts_of_rank, partition, model, with_state, receives)
-    weights, outlines, own = on_all_ranks(take, partition.everyone)
+    weights, outlines, own = on_all_ranks(take, partition.everyone, CheckpointError)
     numels = {name: tensor.numel() for name, tensor in outlined(weights).items()}
     gathered = partition.gather((outlines, [(part.name, part.start, part.numel) for part in own], numels))
     of_slices, ranges_of_ranks, expected = zip(*gathered, strict=True)
@@ -187,7 +187,7 @@ def snapshot(
         groups = partition.cpu_group, partition.everyone
         return Snapshot(whole if receives else None, own, in_order, partition.ranks[receiver], *groups)
 
-    return on_all_ranks(make, partition.everyone)
+    return on_all_ranks(make, partition.everyone, CheckpointError)
 
 
 def parts_of_rank(

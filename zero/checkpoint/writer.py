@@ -64,7 +64,7 @@ class CheckpointWriter:
         checkpoint = {**state.outline, **values} if state.outline is not None else None
         params = {f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
         stream = partial(self._stream, checkpoint, state, params, time.perf_counter() - begin)
-        # the ranks wait there, and not in the collectives of the run, for as long as one of them writes
+        # all ranks wait for its end there, and not in the collectives of the run, for as long as rank 0 writes
         if self.background:
             self._pending = self._thread.submit(on_all_ranks, stream, self._group)
         else:

@@ -90,6 +90,15 @@ def test_numbers_in_place_of_tensors(tmp_path, capsys, a, b, code, line):
     assert any(re.fullmatch(line, each) for each in capsys.readouterr().out.splitlines())
 
 
+def test_a_view_of_the_first_elements_is_not_the_whole(tmp_path, capsys):
+    """They begin at one address. Here, what differs lies behind the view."""
+    for name, last in (("a.pt", 9.0), ("b.pt", 0.0)):
+        whole = torch.tensor([*range(9), last])
+        torch.save({**CHECKPOINT, "model": {"begin": whole[:3], "whole": whole}}, tmp_path / name)
+    assert main(["compare", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 1
+    assert capsys.readouterr().out.splitlines()[1].split() == ["9", "model.whole"]
+
+
 def test_many_differences_are_counted(compared):
     code, lines = compared(model(lambda held: held.update({f"layer {number}": torch.ones(1) for number in range(15)})))
     assert (code, len(lines), lines[-1]) == (1, 12, "  and 5 more")

@@ -19,9 +19,9 @@ from configurator import configure
 from data.vocabulary import GPT2_FILES, texts_of
 from distributed.exits import exit_on_wrong_input
 from model import CONV1D, GPT, GPT2_VOCAB_SIZE, WRAPPERS, GPTConfig, without_weights
+from run.checkpoint_keys import load
 from run.checkpoints import find_newest
 from run.rank_checks import vocabulary_at_hand
-from zero.checkpoint import load
 
 # -----------------------------------------------------------------------------
 out_dir = "out"  # folder of the run

@@ -14,10 +14,10 @@ from distributed.ranks import on_rank_0, print0
 from distributed.signals import Action
 from distributed.watchdog import position
 from run import out_folder
+from run.checkpoint_keys import load, load_to_train
 from run.logger import Logger
 from zero import checkpoint as ckpt
 from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport
-from zero.checkpoint.format import check_trainable
 from zero.checkpoint.store import NAME, PREVIOUS
 from zero.host_comm import gather_objects, is_rank_0
 
@@ -48,7 +48,7 @@ def find_newest(folder: str) -> str:
     """
 
     def find() -> str:
-        path, warning = ckpt.find(folder)
+        path, warning = ckpt.find(folder, load)
         if warning:
             sys.stderr.write(f"WARNING: {warning}; using {path}, the previous checkpoint\n")
         return path
@@ -64,7 +64,7 @@ def load_newest(folder: str) -> dict[str, Any]:
 
     Raises ValueError on all ranks, if there is none, or a rank cannot read it.
     """
-    return ckpt.load_on_all_ranks(find_newest(folder))
+    return ckpt.load_on_all_ranks(find_newest(folder), load)
 
 
 class Checkpoints:
@@ -109,8 +109,7 @@ class Checkpoints:
         found = on_rank_0(self._find)
         print0(f"Resuming training from {self.folder}")
         self.loaded_from = os.path.join(self.folder, os.path.basename(found))  # each host may have another folder
-        checkpoint = ckpt.load_on_all_ranks(self.loaded_from)
-        check_trainable(checkpoint, self.loaded_from)
+        checkpoint = ckpt.load_on_all_ranks(self.loaded_from, load_to_train)
         self.newest = checkpoint["iter_num"]
         return checkpoint
 
@@ -196,7 +195,7 @@ class Checkpoints:
         if not self.read_only and os.path.isdir(self.folder):
             self._take_lock()  # before reading: another run could replace the file
         try:
-            path, warning = ckpt.find(self.folder)
+            path, warning = ckpt.find(self.folder, load)
         except CheckpointError as error:
             runs = out_folder.earlier(self.folder)
             remedy = f"use --out_dir={runs[max(runs)]}" if runs else "check --out_dir"

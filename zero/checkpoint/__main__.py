@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from zero.checkpoint.compare import compare
-from zero.checkpoint.format import KEYS, NAME, load, verify
+from zero.checkpoint.format import NAME, load, verify
 from zero.checkpoint.state import CheckpointError
 
 _SHOWN = 10  # differences
@@ -21,11 +21,9 @@ def _inspect(path: str) -> int:
     checkpoint = load(path)
     by = "this program" if "format" in checkpoint else "nanoGPT"
     print(f"{path}: all checksums match; {os.path.getsize(path) / 1e6:.1f} MB, written by {by}")
-    if missing := sorted(KEYS.keys() - checkpoint.keys()):
-        print(f"without {', '.join(missing)}")
-    else:
-        print(f"iteration {checkpoint['iter_num']}, best validation loss {float(checkpoint['best_val_loss']):.4f}")
-    for key in ["model_args", *sorted(checkpoint.keys() - KEYS.keys() - {"manifest"})]:  # older files have one
+    state = checkpoint.get("optimizer", {"state": {}})["state"]
+    print(f"{len(checkpoint['model'])} weights, optimizer state of {len(state)} parameters")
+    for key in sorted(checkpoint.keys() - {"model", "optimizer", "config", "manifest"}):  # older files have a manifest
         print(f"{key} {checkpoint[key]}")
     return 0
 

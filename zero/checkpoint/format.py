@@ -2,8 +2,9 @@
 
 import os
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
-from types import GenericAlias, NoneType, UnionType
+from types import NoneType
 from typing import Any
 
 import torch
@@ -16,26 +17,7 @@ from zero.host_comm import broadcast_object, cpu_group, gather_objects
 NAME = "ckpt.pt"  # of the newest checkpoint of a folder
 FORMAT = 1  # version of the keys that are added to nanoGPT's six
 EXTRA_STATE = "_extra_state"  # same as in torch.nn.modules.module
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a kind: a type, dict[keys, values], kinds by key, [that of each element], or a predicate."""
-    if isinstance(kind, list):
-        return isinstance(value, list) and all(_fits(inner, kind[0]) for inner in value)
-    if isinstance(kind, dict):
-        return isinstance(value, dict) and all(_fits(value.get(key), inner) for key, inner in kind.items())
-    if isinstance(kind, GenericAlias):
-        keys, values = kind.__args__
-        return isinstance(value, dict) and all(isinstance(key, keys) and _fits(held, values) for key, held in value.items())
-    return isinstance(value, kind) if isinstance(kind, type | UnionType) else kind(value)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta)
+Load = Callable[[str], dict[str, Any]]  # `load`, or that of a program, which may refuse more
 
 
 def is_plain(value: Any) -> bool:
@@ -49,75 +31,44 @@ def is_plain(value: Any) -> bool:
 
 def _is_model(value: Any) -> bool:
     """Return whether the value is a state dict: tensors, and results of a module's `get_extra_state`."""
-    return _fits(value, dict[str, object]) and all(
-        isinstance(held, torch.Tensor) or (name.endswith(EXTRA_STATE) and is_plain(held)) for name, held in value.items()
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and (isinstance(held, torch.Tensor) or (name.endswith(EXTRA_STATE) and is_plain(held)))
+        for name, held in value.items()
     )
 
 
-def _is_config(value: Any) -> bool:
-    return _fits(value, dict[str, object]) and isinstance(value.get("dataset"), str | None)
-
-
-def _is_scaler(value: Any) -> bool:
-    """Return whether the value is a state of torch.amp.GradScaler, which is empty if the scaler is not enabled."""
-    keys = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-    return _fits(value, dict[str, int | float]) and value.keys() in (set(), keys)
-
-
-# keys of every checkpoint in training, including those of nanoGPT
-KEYS = {
-    "model": _is_model,
-    "optimizer": {"state": dict[int, dict], "param_groups": [{"params": list}]},
-    "model_args": dict[str, int | float | str | None],
-    "iter_num": _is_count,
-    "best_val_loss": _is_number,
-    "config": _is_config,
-}
-# keys of this program's checkpoints only
-_MORE_KEYS = {
-    "data_position": _is_count,
-    "dataset": dict[str, str],
-    "elapsed_s": _is_number,
-    "format": int,
-    "scaler": _is_scaler,
-    "vocabulary": str,
-    "wandb_run_id": str | None,
-}
+def _is_optimizer(value: Any) -> bool:
+    """Return whether the value has the form of a `state_dict()` of torch.optim, with numbers for parameters."""
+    state, groups = (value.get("state"), value.get("param_groups")) if isinstance(value, dict) else (None, None)
+    has_state = isinstance(state, dict) and all(isinstance(key, int) and isinstance(of, dict) for key, of in state.items())
+    has_groups = isinstance(groups, list) and all(isinstance(of, dict) and isinstance(of.get("params"), list) for of in groups)
+    return has_state and has_groups
 
 
 def load(path: str) -> dict[str, Any]:
     """Read a checkpoint, with its tensors memory-mapped: the ranks of a machine share one copy. Runs no code from it.
 
-    The file may hold the model only. Then its config is empty.
-
-    Raises CheckpointError if it is missing or damaged, or does not hold the keys and plain values of a checkpoint.
+    Raises CheckpointError if it is missing or damaged, has no "model" or another "optimizer" than one of torch.optim, if any.
     """
     with reading(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     found = checkpoint if isinstance(checkpoint, dict) else {}
     held = {key: value for key, value in found.items() if value is not None and not (key == "optimizer" and value == {})}
-    wrong = [key for key in ("model", "model_args") if key not in held]
-    wrong += [key for key, kind in (KEYS | _MORE_KEYS).items() if key in held and not _fits(held[key], kind)]
+    wrong = [] if _is_model(held.get("model")) else ["model"]
+    wrong += [] if "optimizer" not in held or _is_optimizer(held["optimizer"]) else ["optimizer"]
     if wrong:
         raise CheckpointError(f"{path} is no checkpoint of a model; wrong or missing keys: {', '.join(wrong)}")
-    if held.get("format", FORMAT) != FORMAT:
+    if not (isinstance(held.get("format", FORMAT), int) and held.get("format", FORMAT) == FORMAT):
         raise CheckpointError(f"{path} has format {held['format']}, this program reads {FORMAT}; use the one that wrote it")
     if outlined(held):
         raise CheckpointError(f"{path} is a checkpoint without its tensors; convert shards with the program that wrote them")
-    return {"config": {}, **held}
+    return held
 
 
-def check_trainable(checkpoint: dict[str, Any], path: str) -> None:
-    """Raise CheckpointError if a checkpoint lacks what training needs to continue."""
-    if missing := sorted(KEYS.keys() - checkpoint.keys()):
-        remedy = "it can be sampled, evaluated and exported; train from the exported folder with --init_from=FOLDER"
-        raise CheckpointError(f"{path} lacks {', '.join(missing)}, which training needs to go on; {remedy}")
-
-
-def verify(path: str) -> None:
+def verify(path: str, load: Load = load) -> None:
     """Read every byte of a checkpoint and compare the checksums.
 
-    Raises CheckpointError if the file is missing, corrupt, or not a checkpoint.
+    Raises CheckpointError if the file is missing, corrupt, or not a checkpoint that `load` reads.
     """
     with reading(path), zipfile.ZipFile(path) as archive:
         if bad := archive.testzip():
@@ -125,8 +76,8 @@ def verify(path: str) -> None:
     load(path)
 
 
-def load_on_all_ranks(path: str) -> dict[str, Any]:
-    """Load a checkpoint, see `load`, which every rank reads itself. Needs to be called on all ranks.
+def load_on_all_ranks(path: str, load: Load = load) -> dict[str, Any]:
+    """Load a checkpoint by `load`: every rank reads it. Needs to be called on all ranks.
 
     Raises CheckpointError on all ranks, if one cannot read the file, or sees another one than rank 0. An equal copy is fine.
     """

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from zero.checkpoint.archive import Pieces, write_archive
 from zero.checkpoint.files import atomic_write, link_or_copy
-from zero.checkpoint.format import FORMAT, NAME, is_plain, verify
+from zero.checkpoint.format import FORMAT, NAME, Load, is_plain, load, verify
 from zero.checkpoint.state import CheckpointError
 
 PREVIOUS = "ckpt_prev.pt"
@@ -58,8 +58,8 @@ def sweep(folder: str) -> None:
         os.remove(leftover)
 
 
-def find(folder: str) -> tuple[str, str | None]:
-    """Return the newest checkpoint of a folder that is not corrupt, and what is wrong with a newer one, or None.
+def find(folder: str, load: Load = load) -> tuple[str, str | None]:
+    """Return the newest checkpoint of a folder that `load` reads, and what is wrong with a newer one, or None.
 
     Reads every byte. Call it on one process only. Raises CheckpointError if all are corrupt, or there is none.
     """
@@ -67,7 +67,7 @@ def find(folder: str) -> tuple[str, str | None]:
     for name in (NAME, PREVIOUS):
         path = os.path.join(folder, name)
         try:
-            verify(path)
+            verify(path, load)
             return path, "; ".join(warnings) or None
         except CheckpointError as error:
             if name == NAME or os.path.exists(path):

@@ -13,6 +13,7 @@ from ranks import run_in_turn
 from toy import assert_equal
 
 from model import GPT, GPTConfig
+from run.checkpoint_keys import load, load_to_train
 from zero import checkpoint as ckpt
 from zero.checkpoint import format
 
@@ -33,7 +34,7 @@ def gpt_checkpoint(**sizes):
 
 def resume(folder):
     """What train.py does with a checkpoint, as far as the file is concerned, and a step."""
-    checkpoint = ckpt.load(ckpt.find(folder)[0])
+    checkpoint = load_to_train(ckpt.find(folder)[0])
     model = GPT.from_checkpoint(checkpoint)
     optimizer = torch.optim.AdamW(model.param_groups(0.1), fused=True)
     ckpt.restore(optimizer, checkpoint["optimizer"])
@@ -106,11 +107,13 @@ def test_hostile_and_incomplete_files_say_what_is_wrong(tmp_path):
         ({**CHECKPOINT, "config": {"dataset": 5}}, r"missing keys: config"),
         ({**CHECKPOINT, "config": Hostile()}, "system"),
         ({**CHECKPOINT, "format": 99}, "has format 99"),
-        (7, "missing keys: model, model_args"),
+        ({**CHECKPOINT, "format": torch.ones(2)}, "has format tensor"),
+        (7, "missing keys: model"),
+        ({"model": CHECKPOINT["model"]}, "missing keys: model_args"),
     ):
         torch.save(content, tmp_path / "ckpt.pt")
         with pytest.raises(ckpt.CheckpointError, match=message):
-            ckpt.load(str(tmp_path / "ckpt.pt"))
+            load(str(tmp_path / "ckpt.pt"))
     for read in (ckpt.load, ckpt.verify):
         with pytest.raises(ckpt.CheckpointError, match=r"no checkpoint .*nowhere\.pt"):
             read(str(tmp_path / "nowhere.pt"))

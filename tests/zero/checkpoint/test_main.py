@@ -16,7 +16,8 @@ def test_inspect(tmp_path, capsys):
     shown = run("zero/checkpoint/__main__.py", "inspect", str(tmp_path / "ckpt.pt")).succeeded()
     lines = shown.stdout.splitlines()
     assert re.fullmatch(rf"{tmp_path / 'ckpt.pt'}: all checksums match; 0.0 MB, written by this program", lines[0])
-    assert "iteration 5" in lines[1]
+    assert lines[1:4] == ["2 weights, optimizer state of 1 parameters", "best_val_loss 2.0", "format 1"]
+    assert "iter_num 5" in lines
 
     def inspect(name):
         code = main(["inspect", str(tmp_path / name)])

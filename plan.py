@@ -30,11 +30,11 @@ addition from the third iteration on.
 Columns, of the rank with the most optimizer state:
   gradients    between micro-steps if there are several, otherwise before the update
   uneven       its optimizer state, divided by the mean over all ranks; 1.00 is perfectly even
-  masters      its part of the float32 copy of bfloat16 weights, or its remainders
+  masters      its part of the float32 copy of 16-bit weights, or its remainders
   buckets      the most that communication holds in addition to gradients
   activations  what forward keeps for backward
   temporary    what the peak needs in addition: gradients of the logits and of the tied embedding, autocast's copies of
-               the weights, or on a CPU the original weights while the model is wrapped
+               float32 weights, or on a CPU the original weights while the model is wrapped
   peak         the most while training; compiled blocks count as not compiled, the loss counts as --compile says
   at save      the peak while a checkpoint is saved, with async_save while training goes on
   fits         whether the peaks fit; on a CPU with 30 % more, for pages that the system's allocator keeps
@@ -186,7 +186,7 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
     yield from recommended(f"the {how}", best, planner, size, amount)
     if second := cheapest(planner, size, lambda choice: PAYS_WITH(choice) != PAYS_WITH(best)):
         yield from recommended("the second choice", second, planner, size, amount)
-    rounded = cheapest(planner, size, lambda choice: choice.flags.param_dtype != "float32")
+    rounded = cheapest(planner, size, lambda choice: choice.flags.stored_dtype is not None)
     if rounded is not None and planner.cost(rounded, size) < planner.cost(best, size):
         yield from recommended("cheaper, but rounded", rounded, planner, size, amount)
 

@@ -93,8 +93,9 @@ use_zero1 = True  # shard the optimizer state across the ranks
 zero1_impl: Implementation = "sharded"  # the code in zero/, or ZeroRedundancyOptimizer
 bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # megabytes per bucket; auto: 4 or more, by size
 shard_gradients = False  # also keep only 1/N of the gradients; one reduce-scatter per micro-step
-# the dtype of weights and gradients. bfloat16: float32 masters, 1/N per rank; bfloat16_remainder: the same values in 2 bytes
-param_dtype: ParamDtype = "float32"
+# of weights. auto: float32, but Linear layers as autocast rounds them, with 1/N of their float32 masters per rank, same losses;
+# bfloat16: all weights and gradients, with such masters; bfloat16_remainder: the same values, with masters in 2 bytes
+param_dtype: ParamDtype = "auto"
 state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # of the moments between updates, 1/N per rank
 shard_size: NonNegativeInt = 0  # ranks that share the state, such as the GPUs of a machine; 0: all
 # system
@@ -158,7 +159,8 @@ with run.stage("making the optimizer"):
     compare_model_and_data(raw_model, data.fingerprint, **vars(state))
     groups = raw_model.param_groups(weight_decay, muon_of(config))
     adamw = {"lr": learning_rate, "betas": (beta1, beta2)}
-    model, opt = build(raw_model, groups, Flags.of(config), device=own_device, overlap=raw_model.blocks, **adamw)
+    units, casts_to = raw_model.blocks, machine.DTYPES[compute_dtype]
+    model, opt = build(raw_model, groups, Flags.of(config), device=own_device, overlap=units, autocast=casts_to, **adamw)
     scaler = ShardedGradScaler(own_device.type, enabled=compute_dtype == "float16")
     if checkpoint is not None:
         restore(opt, checkpoint["optimizer"])

@@ -15,8 +15,9 @@ from zero.flags import Flags
 
 
 def shard_alone() -> None:
-    """From now on, in this process, which has one rank, `use_zero1` chooses the sharded optimizer."""
+    """From now on, in this process, which has one rank, `use_zero1` chooses the sharded optimizer, as on several ranks."""
     mock.patch.object(Flags, "implementation", lambda flags, _: "sharded" if flags.use_zero1 else "adamw").start()
+    mock.patch.object(Flags, "stores_as_autocast", lambda flags, _: flags.param_dtype == "auto").start()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,9 @@ class ShardedOnOneRank(Flags):
     def implementation(self, world_size: int) -> Literal["adamw", "torch", "sharded"]:
         return "sharded" if self.is_sharded else super().implementation(world_size)
 
+    def stores_as_autocast(self, world_size: int) -> bool:
+        return self.param_dtype == "auto"
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -65,8 +68,10 @@ class Setup:
         muon: dict[str, Any] | None = {} if mode.muon else None
         how: dict[str, Any] = {"rank": rank, "world_size": world_size, "micro_steps": micro_steps, "in_place": mode.in_place}
         how["on_cpu"] = self.device.type == "cpu"
-        how["activations"] = predicted_activations(self.workload(mode), "bfloat16" if mode.lowers_weights else "float32")
-        return predicted(gpt_specs(self.config, muon), self.flags(mode), planned_optimizer(muon), **how)
+        workload, flags = self.workload(mode), self.flags(mode)
+        specs = gpt_specs(self.config, muon, workload.dtype)
+        how["activations"] = predicted_activations(workload, flags.plan(specs, world_size).weights)
+        return predicted(specs, flags, planned_optimizer(muon), **how)
 
 
 class Contender:
@@ -104,7 +109,8 @@ class Contender:
             self.model = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
         else:
             flags, units = self.setup.flags(self.mode), self.module.blocks if self.mode.overlap else ()
-            self.model, self.optimizer = build(self.module, groups, flags, device=device, overlap=units, **ADAMW)
+            how: dict[str, Any] = {"autocast": machine.DTYPES[self.setup.workload(self.mode).dtype], **ADAMW}
+            self.model, self.optimizer = build(self.module, groups, flags, device=device, overlap=units, **how)
         if dist.get_backend() == "fake" and isinstance(self.model, DistributedDataParallel):
             self.model.register_comm_hook(None, noop_hook)  # the fake process group returns no tensors
         return self

@@ -56,6 +56,7 @@ def parts(gpus: int, out: str) -> list[Part]:
     on_gpu = gpus > 0
     tiny = ["--n_layer=4", "--n_head=4", "--n_embd=192", "--block_size=64"]
     of_a_run = [name for name, mode in MODES.items() if mode.is_built and mode.overlap and not (mode.in_place or mode.hybrid)]
+    of_a_run.remove("remainder")  # as in codecs
     if not on_gpu:  # where Newton-Schulz iterations take minutes without instructions for bfloat16
         of_a_run = [name for name in of_a_run if not MODES[name].muon]
     first = ["adamw", "adamw_in_place", "sharded", "codecs"]  # README has these
@@ -125,14 +126,17 @@ def parts(gpus: int, out: str) -> list[Part]:
         fast("xl-bfloat16", 150, *of_xl, "--param_dtype=bfloat16"),
         # waits for collectives, and memory that moves
         *parity("nccl-float32", 1, "--bias=True", *small_buckets),
+        # Linear layers as autocast rounds them: bit-identical to float32 weights. Otherwise a kernel chooses its algorithm by
+        # the address of a weight (then --bias=False differs as well), or does not round a bias as a cast does
+        *parity("nccl-autocast", 1, "--bias=True", "--dtype=bfloat16", "--bucket_mb=0.3", *unclipped),
         ordered("nccl-bfloat16", 1, "--param_dtype=bfloat16", "--bucket_mb=0.3", *unclipped),
         ordered("nccl-muon", 1, "--optimizer=muon", *small_buckets),
         Part("storage", 30, 0, ["-m", "benchmarks.storage"]),
         fast("gpt2-eager", 60, *of_gpt2, eager),
         *several,
         bench(f"time-1-{'nccl' if on_gpu else 'gloo'}-rank", 150, "gpt2", *times, ranks=1, folder="time"),
-        # beside xl-bfloat16: float32 weights, and float32 sums of gradients, with the losses of 200 iterations
-        fast("xl-float32", 150, *of_xl),
+        # beside xl-bfloat16: weights as autocast rounds them, and float32 sums of gradients, with the losses of 200 iterations
+        fast("xl-autocast", 150, *of_xl),
         fast("xl-shard-gradients", 150, *of_xl, "--param_dtype=bfloat16", "--shard_gradients=True"),
         # what rank 0 of 8 takes
         bench("memory-xl", 240, "gpt2-xl", "--batch_size=2", in_place, rank_0_of_8, compiled),
@@ -140,6 +144,7 @@ def parts(gpus: int, out: str) -> list[Part]:
         bench("memory-fsdp2", 60, "gpt2-xl", "--batch_size=2", "--modes=sharded,fsdp2", rank_0_of_8),
         # two ranks: with NCCL if each has its own GPU, otherwise with gloo
         *parity("train-float32", 2, "--bias=True", *small_buckets),
+        *parity("train-autocast", 2, "--dtype=bfloat16", "--bucket_mb=0.3", *unclipped),
         right("train-codecs", 2, *codecs, *unclipped),
         ordered("train-muon", 2, "--optimizer=muon", *small_buckets),
         right("train-float16", 2, "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", *unclipped),

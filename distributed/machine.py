@@ -77,7 +77,7 @@ NCCL_GB = 0.6
 NCCL_ALL_TO_ALL_GB = 3.9
 
 
-def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str, str]:
+def resolve(device: str, dtype: str, param_dtype: str = "auto") -> tuple[str, str]:
     """Return the device ('cpu', 'cuda', 'cuda:1', 'mps') and the dtype of the computation, with 'auto' replaced.
 
     Raises ValueError if this machine has no such device, or as `resolve_dtype`.
@@ -96,9 +96,9 @@ def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str,
 
 
 def resolve_dtype(dtype: str, param_dtype: str, best: str) -> str:
-    """Return the dtype of the computation. Weights that are less precise than float32 need a computation in their dtype.
+    """Return the dtype of the computation. Weights that are all less precise than float32 need a computation in their dtype.
 
-    `best` is what 'auto' stands for if the weights are float32. 'float16': the GPU has no bfloat16.
+    `best` is what 'auto' stands for if they are not. 'float16': the GPU has no bfloat16.
 
     Raises ValueError if the two dtypes do not fit together, or the GPU lacks that of the weights.
     """
@@ -106,7 +106,7 @@ def resolve_dtype(dtype: str, param_dtype: str, best: str) -> str:
     if best == "float16" and weights != "float32":
         raise ValueError(
             f"param_dtype={param_dtype}: this GPU has no bfloat16 and computes in float16; use "
-            "--param_dtype=float32. state_dtype, activation_checkpointing and loss_chunk save memory there"
+            "--param_dtype=auto. state_dtype, activation_checkpointing and loss_chunk save memory there"
         )
     if dtype == "auto":
         dtype = best if weights == "float32" else weights

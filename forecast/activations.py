@@ -20,35 +20,38 @@ from distributed.machine import DTYPES
 from forecast.live_bytes import LiveBytes
 from forecast.prediction import Activations, Workload
 from model import GPT, CausalSelfAttention, LayerNorm, SkipInitialization, without_weights
+from zero.autocast import autocast_parameters
 
 
-def predict(workload: Workload, param_dtype: str) -> Activations:
+def predict(workload: Workload, weights: str) -> Activations:
     """Predict the activations of a micro-step. Blocks count as not compiled; if they are, they need less.
 
-    `param_dtype`: dtype of the weights, a key of `machine.DTYPES`. A `device_type` other than 'cpu' counts as 'cuda'.
+    `weights`: see `zero.layout.Plan`. A `device_type` other than 'cpu' counts as 'cuda'.
     """
     layers = workload.config.n_layer
     with without_weights():
         blocks = GPT(workload.config).blocks
     kinds = {tuple((param.shape, param.requires_grad) for param in block.parameters()) for block in blocks}
     if layers <= 3 or len(kinds) > 1:  # some may be frozen
-        return _measure(workload, layers, param_dtype)
-    pairs = zip(_measure(workload, 2, param_dtype), _measure(workload, 3, param_dtype), strict=True)
+        return _measure(workload, layers, weights)
+    pairs = zip(_measure(workload, 2, weights), _measure(workload, 3, weights), strict=True)
     return Activations(*(of_three + (layers - 3) * (of_three - of_two) for of_two, of_three in pairs))
 
 
-def _measure(workload: Workload, layers: int, param_dtype: str) -> Activations:
+def _measure(workload: Workload, layers: int, weights: str) -> Activations:
     on_cpu, config = workload.device_type == "cpu", replace(workload.config, n_layer=layers)
     with FakeTensorMode():
         with SkipInitialization():
             model = GPT(config)
-        for param in model.parameters():
-            param.data = param.data.to(DTYPES[param_dtype])  # Module.to() would swap the fake tensors, which it cannot
+        casts = weights == "autocast"  # float16 takes as many bytes; the sums of these gradients are float32
+        dtypes = autocast_parameters(model, torch.bfloat16) if casts else dict.fromkeys(model.parameters(), DTYPES[weights])
+        for param, dtype in dtypes.items():
+            param.data = param.data.to(dtype)  # Module.to() would swap the fake tensors, which it cannot
+            param.grad_dtype = None if casts else dtype
         model.activation_checkpointing, model.loss_chunk = workload.activation_checkpointing, workload.loss_chunk
         if workload.compiled:
             model.mean_loss.forward = _CompiledLoss.apply
         tokens = torch.zeros((workload.batch_size, config.block_size), dtype=torch.int64)
-        # float16 takes as many bytes
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=workload.dtype != "float32")
         if not on_cpu:
             _imitate_cuda(model)
@@ -88,7 +91,8 @@ def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any, o
         end_phase()
         loss.backward()
     peaks += [live.peak] * (3 - len(peaks))  # the first layer may be frozen
-    return Activations(*[saved, *peaks, live.peak, sum(param.nbytes for param in first_layer)])
+    gradients = sum(param.numel() * (param.grad_dtype or torch.float32).itemsize for param in first_layer)
+    return Activations(*[saved, *peaks, live.peak, gradients])
 
 
 def _some_first_tokens(tokens: int, chunk: int) -> set[int]:

@@ -30,7 +30,7 @@ def replicated(
     accumulate outside. In the last backward, these move into buckets one by one.
 
     Args:
-        plan: see `zero.layout.replicated_plan` and `zero_redundancy_plan`.
+        plan: see `zero.flags.Flags.plan`.
         state: bytes of optimizer state of this rank.
         distributed, in_place, on_cpu: see `forecast.run_memory.predicted`.
     """

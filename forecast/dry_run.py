@@ -76,6 +76,7 @@ class _Model(nn.Module):
         self.groups, params = groups_on_meta(specs)
         in_order = sorted(zip(specs, params, strict=True), key=lambda pair: pair[0].position)
         self.params = nn.ParameterList(param for _, param in in_order)
+        self.autocast = {param: spec.autocast for spec, param in in_order if spec.autocast is not None}
 
     def forward(self, backward: Callable[[], torch.Tensor]) -> torch.Tensor:
         return _Backward.apply(self.params[0], backward)
@@ -109,6 +110,7 @@ class _Rank:
             self.live.count(param)
         cls, arguments = for_first_step(optimizer)
         how: dict[str, Any] = {"options": flags, "registration_order": self.model.params, **arguments}
+        how["autocast"] = self.model.autocast
         with self.live:
             comm = _SimulatedRank(place, flags)
             self.optimizer = ShardedOptimizer(self.model.groups, cls, comm, elementwise=True, **how)  # as its builder said
@@ -157,10 +159,11 @@ class _Rank:
         sends = self.wrapper.require_backward_grad_sync or self.wrapper.shard_gradients
         first, *others = self.model.params
         for param in reversed(others):
-            freed = 0 if param.grad is None else param.nbytes  # autograd adds a new gradient in place, and then frees it
+            new = self._new[param]
+            freed = 0 if param.grad is None else new.nbytes  # autograd adds a new gradient in place, and then frees it
             if param.grad is None:
-                param.grad = self._new[param] if sends else torch.empty_like(param)
-            self._arrived += param.nbytes
+                param.grad = new if sends or param.grad_dtype is None else torch.empty_like(new)
+            self._arrived += param.numel() * (param.grad_dtype or torch.float32).itemsize
             for hook in param._post_accumulate_grad_hooks.values():
                 hook(param)
             self._note("layers", freed)

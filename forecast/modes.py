@@ -37,7 +37,7 @@ class Mode:
 
     @property
     def lowers_weights(self) -> bool:
-        return self.flags.param_dtype != "float32"
+        return self.flags.stored_dtype is not None
 
 
 _PLAIN, _TORCH = Flags(use_zero1=False), Flags(zero1_impl="torch")
@@ -48,6 +48,7 @@ MODES = {
     "adamw": Mode("AdamW with DDP, set_to_none=True", "#888888", _PLAIN, planned=True),
     "torch": Mode("ZeroRedundancyOptimizer", "#E69F00", _TORCH, planned=True),
     "sharded": Mode("sharded (the default)", "#009E73", planned=True),
+    "float32": Mode("sharded + float32 weights", "#DDAA33", Flags(param_dtype="float32")),
     "shard_gradients": Mode("sharded + shard_gradients", "#0072B2", Flags(shard_gradients=True), planned=True),
     "bfloat16": Mode("sharded + bfloat16 weights", "#CC79A7", Flags(param_dtype="bfloat16"), planned=True),
     "remainder": Mode("sharded + bfloat16 weights + 16-bit remainders", "#D55E00", _REMAINDER, planned=True),
@@ -85,7 +86,7 @@ def without_effect(flags: Flags, world_size: int) -> list[str]:
     acting = {"param_dtype", "state_dtype"}
     if flags.implementation(1) == "sharded":
         acting |= {"use_zero1", "bucket_mb"}
-    if flags.param_dtype != "float32":
+    if flags.stored_dtype is not None:
         acting.add("shard_gradients")  # sums over micro-steps are float32
     values = {flag: getattr(flags, flag.name) for flag in fields(flags) if flag.name not in acting}
     return [f"{flag.name}={value}" for flag, value in values.items() if value is True or value != flag.default]

@@ -44,7 +44,6 @@ class Planner:
     def __init__(self, settings: dict[str, Any], config: GPTConfig) -> None:
         self.settings, self.config = settings, config
         muon = muon_of(settings)
-        self.specs = gpt_specs(config, muon)  # of what is trained
         self.optimizer = planned_optimizer(muon)
         self.has_adamw, self.plain = muon is None, f"plain {self.optimizer[0].__name__}"  # the name without sharding
         self.device_type = "cuda" if settings["device"] == "auto" else settings["device"].partition(":")[0]
@@ -59,6 +58,7 @@ class Planner:
         self.can_round_weights = found.has_bfloat16 or not on_gpu  # to bfloat16
         lowest = "bfloat16" if found.has_bfloat16 else "float16"
         self.dtype = resolve_dtype(settings["dtype"], settings["param_dtype"], lowest if on_gpu else "float32")
+        self.specs = gpt_specs(config, muon, self.dtype)  # of what is trained
         inside = settings["bandwidth_gbit"] or found.link_gbit
         self.network = Network(inside, settings["between_gbit"], settings["ranks_per_machine"])
         with without_weights():
@@ -101,6 +101,9 @@ class Planner:
             shard_size = 0 if world_size % (shard_size or 1) else shard_size
             flags = replace(flags, bucket_mb=self.settings["bucket_mb"], shard_size=shard_size)
         implementation = flags.implementation(world_size)
+        auto = replace(flags, param_dtype="auto")
+        if flags.param_dtype == "float32" and (self.dtype == "float32" or not auto.stores_as_autocast(world_size)):
+            flags = auto  # which stores the same then
         return flags if implementation == "sharded" else MODES[implementation].flags
 
     def chosen(self, world_size: int) -> Choice:
@@ -133,7 +136,7 @@ class Planner:
 
     def everything(self, world_size: int) -> Choice:
         """Return the choice with the least memory."""
-        chosen, weights = self.chosen(world_size), "bfloat16_remainder" if self.can_round_weights else "float32"
+        chosen, weights = self.chosen(world_size), "bfloat16_remainder" if self.can_round_weights else "auto"
         # a single rank has nobody to share gradients with; there, the flag makes their sums float32
         flags = Flags(param_dtype=weights, shard_gradients=world_size > 1, state_dtype=SMALLEST)
         chosen = replace(chosen, flags=self.acting(flags, world_size), activation_checkpointing=True)
@@ -172,7 +175,7 @@ class Planner:
 
     def forecast(self, choice: Choice, world_size: int) -> Prediction:
         """Return what a choice needs. All choices have the same number of sequences per iteration."""
-        return replace(self.prediction(choice, world_size), activations=self.activations(choice))
+        return replace(self.prediction(choice, world_size), activations=self.activations(choice, world_size))
 
     def prediction(self, choice: Choice, world_size: int) -> Prediction:
         """Return what a choice needs apart from activations."""
@@ -214,12 +217,12 @@ class Planner:
         exposed = self.network.exposed(prediction, forward, backward, newton_schulz) if world_size > 1 else {}
         return prediction.micro_steps * (forward + backward) + newton_schulz, exposed
 
-    def activations(self, choice: Choice) -> Activations:
+    def activations(self, choice: Choice, world_size: int) -> Activations:
         """Return the activations of a micro-step."""
-        param_dtype = weight_dtype(choice.flags.param_dtype)
-        dtype = param_dtype if param_dtype != "float32" else self.dtype
+        weights = self.prediction(choice, world_size).plan.weights
+        dtype = self.dtype if weights == "autocast" or weights == "float32" else weights
         how = choice.activation_checkpointing, choice.loss_chunk, self.settings["compile"]
-        return predicted_activations(Workload(self.config, choice.batch_size, dtype, self.device_type, *how), param_dtype)
+        return predicted_activations(Workload(self.config, choice.batch_size, dtype, self.device_type, *how), weights)
 
     def largest_batch(self, choice: Choice, world_size: int) -> int:
         """Return the largest batch size that fits with these micro-steps, or 0.
@@ -234,7 +237,7 @@ class Planner:
         def exceeds(size: int) -> bool:
             high = bisect_left(sizes, size)
             low = high if sizes[high] == size else high - 1
-            ends = (self.activations(replace(choice, batch_size=sizes[at])) for at in (low, high))
+            ends = (self.activations(replace(choice, batch_size=sizes[at]), world_size) for at in (low, high))
             share = (size - sizes[low]) / max(1, sizes[high] - sizes[low])
             found = (round(first + share * (last - first)) for first, last in zip(*ends, strict=True))
             return not self.fits(replace(prediction, activations=Activations(*found)))

@@ -70,7 +70,7 @@ class Prediction:
     moments: list[Moment]  # of an iteration
     construction: int  # most bytes while the model is wrapped
     saving: int  # most bytes while a checkpoint is saved
-    saved: int  # bytes that a rank saves; rank 0 has all weights without masters
+    saved: int  # bytes that a rank saves; without masters, rank 0 has all weights
     sent: dict[str, int]  # bytes that this rank sends per iteration, by kind of collective
     uneven: float = 1.0  # its optimizer state, divided by the mean over the ranks
     largest_buckets: int = 0  # largest bytes of communication buffers at one time, in addition to gradients and their shards
@@ -130,11 +130,16 @@ class Prediction:
 
     @property
     def exposed_share(self) -> float:
-        """Part of the gradients, and of the weights, whose communication nothing hides.
+        """Part of the gradients whose communication nothing hides.
 
         The gradient of the parameter that is registered first, the embedding, arrives last, and forward reads it first.
         """
         return min(1.0, max(self.least_exposed, self.last_gradient / self.full_gradients))
+
+    @property
+    def exposed_weights(self) -> float:
+        """The same part of the weights, some of which may have fewer bytes than their gradients."""
+        return min(1.0, max(self.least_exposed, self.last_gradient / self.points["after wrapping"]["parameters"]))
 
 
 def arriving(plan: Plan, rank: int) -> int:

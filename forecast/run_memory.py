@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from distributed.machine import multiplies_in_float32
+from distributed.machine import DTYPES, multiplies_in_float32
 from forecast.activations import predict
 from forecast.baselines import replicated
 from forecast.dry_run import dry_run
 from forecast.optimizer_state import state_bytes, state_of_ranks
 from forecast.prediction import Activations, Moment, Optimizer, Prediction, Workload
 from model import GPT, GPTConfig, without_weights
+from zero.autocast import autocast_parameters
 from zero.build import optimizer_of
 from zero.flags import Flags
 from zero.layout import ParameterSpec, parameter_specs
@@ -41,11 +42,12 @@ def planned_optimizer(muon: dict[str, Any] | None) -> Optimizer:
     return optimizer_of(muon is not None, "cuda", lr=0.0, betas=(0.9, 0.95))
 
 
-def gpt_specs(config: GPTConfig, muon: dict[str, Any] | None = None) -> Sequence[ParameterSpec]:
-    """Return the parameters of a GPT, as its optimizer numbers them, without allocating them."""
+def gpt_specs(config: GPTConfig, muon: dict[str, Any] | None = None, dtype: str = "float32") -> Sequence[ParameterSpec]:
+    """Return the parameters of a GPT, as its optimizer numbers them, without allocating them. `dtype`: of the computation."""
     with without_weights():
         model = GPT(config)
-    return parameter_specs(model.param_groups(0.0, muon), model.parameters())
+    autocast = {} if dtype == "float32" else autocast_parameters(model, DTYPES[dtype])
+    return parameter_specs(model.param_groups(0.0, muon), model.parameters(), autocast=autocast)
 
 
 def predicted(
@@ -80,16 +82,16 @@ def predicted(
     others |= {"on_cpu": on_cpu, "uneven": max(of_ranks) * len(of_ranks) / max(1, sum(of_ranks))}
     if not plan.buffers:
         return replace(replicated(plan, rank, of_ranks[rank], world_size, micro_steps, distributed, in_place, on_cpu), **others)
-    what = specs, flags, optimizer, (rank, world_size), min(micro_steps, 3), on_cpu
+    what = plan.params, flags, optimizer, (rank, world_size), min(micro_steps, 3), on_cpu
     kept = _kept(dry_run, *what, sources=("zero/**/*.py",))
     kept["moments"] = [Moment(*moment) for moment in kept["moments"]]
     kept["sent"]["reduce-scatter"] *= micro_steps if flags.shard_gradients else 1
     return Prediction(plan, rank, world_size, micro_steps, flags.shard_gradients, **kept, **others)
 
 
-def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
+def predicted_activations(workload: Workload, weights: str) -> Activations:
     """Return the result of `activations.predict`."""
-    return Activations(*_kept(predict, workload, param_dtype, sources=("model.py", "loss.py")))
+    return Activations(*_kept(predict, workload, weights, sources=("model.py", "loss.py", "zero/autocast.py")))
 
 
 def _kept(function: Callable[..., Any], *arguments: Any, sources: tuple[str, ...]) -> Any:

@@ -59,6 +59,6 @@ class Network(NamedTuple):
         return {
             "reduce-scatter" if each else "all-reduce": (sending - 1) * earlier + last,
             "all-to-all": not_hidden(took["all-to-all"], newton_schulz, 1 / max(1, prediction.matrix_rounds)),
-            "all-gather": not_hidden(took["all-gather"], forward),
+            "all-gather": not_hidden(took["all-gather"], forward, prediction.exposed_weights),
             "broadcast": took["broadcast"],
         }

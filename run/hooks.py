@@ -57,7 +57,7 @@ class Run:
         self.micro_steps, self.tokens_per_iter = micro_steps, tokens_per_iter
         self.state = State()  # which train.py counts
         if is_slow_on_cpu(device, dtype):
-            setting = "dtype" if config["param_dtype"] == "float32" else "param_dtype"
+            setting = "dtype" if config["param_dtype"] in ("auto", "float32") else "param_dtype"
             print0(f"note: this CPU has no {dtype} instructions; --{setting}=float32 will be faster")
         self.progress = Progress(config["max_iters"], launch.rank)
         Watchdog(config["dist_timeout_s"])  # ends the ranks if they hang

@@ -64,8 +64,7 @@ class Memory:
         self._largest_peak = 0
         self.measure("after init")
         launch, plan, on_cpu = launched(), partition(optimizer).plan, workload.device_type == "cpu"
-        param_dtype = "bfloat16" if plan.has_masters else "float32"
-        activations = _tried("activations", lambda: predicted_activations(workload, param_dtype)) if is_rank_0() else None
+        activations = _tried("activations", lambda: predicted_activations(workload, plan.weights)) if is_rank_0() else None
         frozen = sum(param.nbytes for param in set(model.parameters()) - set(parameters(optimizer)))
         how: dict[str, Any] = {"distributed": launch.distributed, "frozen": frozen}
         alone = partial(predicted, plan.params, Flags(use_zero1=False), _optimizer_of(plan.params), **how)
@@ -217,7 +216,9 @@ def describe(optimizer: torch.optim.Optimizer, without_effect: list[str]) -> str
         text += f" (in {plan.state_dtype} between updates)"
     if plan.has_masters:
         kind = "remainders" if any(buffer.has_remainders for buffer in plan.buffers) else "float32 masters"
-        text += f", plus {held_bytes(optimizer)['master'] / 1e6:.1f} MB of {kind} of the {plan.param_dtype} weights"
+        weights = {str(buffer.dtype).removeprefix("torch.") for buffer in plan.buffers if buffer.has_masters}
+        which = "Linear weights" if plan.weights == "autocast" else "weights"
+        text += f", plus {held_bytes(optimizer)['master'] / 1e6:.1f} MB of {kind} of the {', '.join(weights)} {which}"
     name, count = ("sharded", optimizer.comm.replicas) if isinstance(optimizer, ShardedOptimizer) else ("torch", 1)
     how = f"{type(optimizer).__name__} on one rank"
     if len(state) * count > 1:

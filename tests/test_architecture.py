@@ -29,7 +29,7 @@ ABOVE = {
 }
 # inside zero: a module imports its own layer and those before it
 LAYERS = (
-    ("codecs", "host_comm", "layout", "masters", "options", "stopwatch", "tensors"),
+    ("autocast", "codecs", "host_comm", "layout", "masters", "options", "stopwatch", "tensors"),
     ("buckets", "checks", "collectives", "flags", "muon", "muon.matrices", "muon.muon"),
     ("sharded_state",),
     ("checkpoint",),

@@ -210,7 +210,7 @@ MISTAKES = {
     "--gpu_hour_price=2.5": "gpu_hour_price needs the speed of the GPUs",
     "--find=batch --json=plan.json": "find prints no table; remove --json",
     "--device=cuda --gpu=A101": "gpu=A101 is not one of B200, ",
-    "--device=cuda --gpu=V100 --param_dtype=bfloat16": "no bfloat16 and computes in float16; use --param_dtype=float32",
+    "--device=cuda --gpu=V100 --param_dtype=bfloat16": "no bfloat16 and computes in float16; use --param_dtype=auto",
     "--init_from=gpt2 --vocab_size=65": "gpt2 has its own; remove --vocab_size",
     # what train.py refuses
     "--n_embd=33": "use a multiple of n_head",
@@ -300,7 +300,7 @@ def test_a_card_without_bfloat16_computes_in_float16():
         assert card.everything(size).flags == replace(SMALL_BUCKETS["int8"], shard_gradients=size > 1)
         held = planner(device="cuda", gpu="T4", gpu_memory_gb=1.01e-9 * card.forecast(card.everything(size), size).peak)
         found = plan_script.cheapest(held, size).flags
-        assert (found.param_dtype, found.state_dtype) == ("float32", "int8")
+        assert (found.param_dtype, found.state_dtype) == ("auto", "int8")
 
 
 def test_ranks_that_cannot_share_the_batch_get_another_one_of_the_same_size():

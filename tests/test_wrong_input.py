@@ -25,7 +25,7 @@ MORE_MISTAKES = {  # one process finds them in the same way
     "--block_size=2000": "too few for one sequence",
     "--device=cuda:7": "use for example --device=cpu",
     "--backend=mpi": "nccl, gloo",
-    "--param_dtype=float8": "param_dtype=float8 is not one of float32, bfloat16",
+    "--param_dtype=float8": "param_dtype=float8 is not one of auto, float32, bfloat16",
     "--param_dtype=bfloat16 --dtype=float16": "use --dtype=bfloat16",
     "--weight_decay=-0.1": "weight_decay=-0.1 must not be negative",
     "--max_iters=-1": "max_iters=-1 must not be negative",

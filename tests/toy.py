@@ -61,13 +61,14 @@ MODES = {
 }
 
 
-def build_toy(mode, seed=0, muon=False, freeze=True, overlap=()):
+def build_toy(mode, seed=0, muon=False, freeze=True, overlap=(), **others):
     """`mode`: one of MODES, or flags. `overlap`: names of modules."""
     model = make_toy(seed)
     if freeze:  # DistributedDataParallel refuses parameters without a gradient
         model.unused.requires_grad_(False)
     units = [model.get_submodule(name) for name in overlap]
-    return build(model, model.param_groups(muon), MODES.get(mode, mode), overlap=units, lr=0.01, betas=(0.9, 0.95))
+    how = {"overlap": units, "lr": 0.01, "betas": (0.9, 0.95), **others}
+    return build(model, model.param_groups(muon), MODES.get(mode, mode), **how)
 
 
 def sharded_toy(seed=0, optimizer_cls=torch.optim.AdamW, shard_gradients=False, overlap=(), **kwargs):

@@ -1,6 +1,6 @@
 """The tensors of a plan: flat buffers that hold the parameters, buckets with this rank's slices of them, all in a Placement."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero.collectives import Communicator
-from zero.layout import BufferPlan, Layout, Plan, Slice
-from zero.masters import Masters, Remainders
-from zero.tensors import cut, cut_sizes, has_memory, memory_span, shaped, with_own_storage
+from zero.layout import BufferPlan, Plan, Slice
+from zero.masters import Masters, Remainders, store_rounded
+from zero.tensors import cut, cut_sizes, flattened, has_memory, memory_span, shaped, with_own_storage
 
 
 @dataclass
@@ -21,13 +21,13 @@ class FlatBuffer:
 
     data: torch.Tensor  # (layout.padded_numel,)
     params: dict[int, torch.nn.Parameter]  # by number, in the order of the layout
-    layout: Layout
+    planned: BufferPlan
     places: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # by number: address, shape and strides of the parameter
     former_memory: list[tuple[StorageWeakRef, int, int]] = field(default_factory=list)  # storage, start, end
 
     def move_in(self, number: int, like: torch.Tensor) -> None:
         """Make a parameter a view into `data` with the strides of `like`. Its values are not copied."""
-        param, offset = self.params[number], self.layout.offsets[number]
+        param, offset = self.params[number], self.planned.layout.offsets[number]
         if has_memory(param):
             self.former_memory.append((StorageWeakRef(param.untyped_storage()), *memory_span(param)))
         part = with_own_storage(self.data[offset : offset + param.numel()])
@@ -86,6 +86,7 @@ class Bucket:
     owned: list[OwnedSlice]  # the slices that this rank updates
     local_by_group: dict[int, list[torch.nn.Parameter]]  # their local parameters, by group of the inner optimizer
     members: list[Slice]  # all slices in the bucket
+    gradient_dtype: torch.dtype  # in which their gradients are sent
     gather: list[dist.Work] | None = None  # the all-gather in flight: until it ends, only the `shard` part may be read
 
     @cached_property
@@ -132,6 +133,7 @@ class Placement:
     comm: Communicator
     registration_order: Sequence[torch.nn.Parameter] = ()  # that of `model.parameters()`, if known
     device: torch.device | None = None  # where the parameters will be; None: where they are
+    autocast: Mapping[torch.nn.Parameter, torch.dtype] = field(default_factory=dict)  # those that only autocast reads
     plan: Plan = field(default_factory=lambda: Plan((), 1))  # of the parameters that have a place
     groups: list[list[torch.nn.Parameter]] = field(default_factory=list)  # as they were laid out
     frozen: list[torch.nn.Parameter] = field(default_factory=list)  # the parameters that are in no buffer
@@ -140,7 +142,8 @@ class Placement:
     number_of: dict[torch.nn.Parameter, int] = field(default_factory=dict)  # of those in the buffers, in their order there
     owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = field(default_factory=dict)  # this rank's slices, ascending
     names: dict[torch.nn.Parameter, str] = field(default_factory=dict)  # known names, for messages
-    _versions: dict[torch.nn.Parameter, int] = field(default_factory=dict)  # at the last write that reached the masters
+    # of the parameters with masters: version counters at the last write that reached these
+    versions: dict[torch.nn.Parameter, int] = field(default_factory=dict)
 
     @property
     def params(self) -> list[torch.nn.Parameter]:
@@ -158,12 +161,19 @@ class Placement:
 
     def expect_versions(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Note that the writes to parameters so far have reached their masters, if they have any."""
-        if self.plan.has_masters:
-            self._versions.update((param, param._version) for param in params if param in self.number_of)
+        self.versions.update((param, param._version) for param in params if param in self.versions)
 
     def written(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose masters have missed a write, as far as autograd's version counters show it."""
-        return [param for param, version in self._versions.items() if param._version != version]
+        return [param for param, version in self.versions.items() if param._version != version]
+
+    def write(self, param: torch.nn.Parameter, values: torch.Tensor, first: int = 0) -> None:
+        """Overwrite the elements of a parameter with masters from `first` on, rounded to its dtype, and the masters."""
+        number, place = self.number_of[param], flattened(param.data, param)[first : first + values.numel()]
+        planned = next(buffer.planned for buffer in self.buffers if number in buffer.params)
+        store_rounded(values, place, half_even=planned.is_of_autocast)
+        for owned in self.owned_of.get(param, []):
+            owned.set_masters(values, first)
 
 
 def allocate(
@@ -175,15 +185,16 @@ def allocate(
     """
     layout = planned.layout
     data = torch.empty(layout.padded_numel, dtype=planned.dtype, device=planned.device)  # on a CPU, this takes no memory yet
-    buffer = FlatBuffer(data, params, layout)
+    buffer = FlatBuffer(data, params, planned)
     buckets = []
     for number, (span, shards) in enumerate(zip(layout.buckets, layout.shards, strict=True), first_bucket):
         own = shards[rank]
         whole_bucket, shard = data[span.start : span.stop], data[own.start : own.stop]
         masters: Masters | Remainders | None = None
         if planned.has_masters:
-            masters = Remainders(shard) if planned.has_remainders else Masters(shard, planned.update_dtype)
-        bucket = Bucket(number, whole_bucket, shard, masters, [], {}, layout.placed_in(span))
+            how = planned.update_dtype, planned.is_of_autocast
+            masters = Remainders(shard) if planned.has_remainders else Masters(shard, *how)
+        bucket = Bucket(number, whole_bucket, shard, masters, [], {}, layout.placed_in(span), planned.gradient_dtype)
         for padding in torch.split_with_sizes(whole_bucket, bucket.cuts)[::2]:
             padding.zero_()
         for index, start, stop, offset in layout.placed_in(own):
@@ -191,7 +202,7 @@ def allocate(
             if param.numel() == 1:  # then any state of it has one shape
                 local = shaped(local, param)
             local = torch.nn.Parameter(local)
-            local.grad_dtype = None  # a gradient may be in the dtype of the weights until the update
+            local.grad_dtype = None  # a gradient may be in another dtype until the update
             bucket.owned.append(OwnedSlice(index, param, start, stop, offset, local, bucket.masters))
         buckets.append(bucket)
     return buffer, buckets

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from zero.autocast import autocast_parameters
 from zero.checks import check_values
 from zero.data_parallel import ShardedDataParallel
 from zero.flags import Flags
@@ -35,6 +36,7 @@ def build(
     *,
     device: torch.device | None = None,
     overlap: Iterable[torch.nn.Module] = (),
+    autocast: torch.dtype = torch.float32,
     **adamw: Any,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Wrap `model` for data parallelism and create its optimizer. Needs to be called on all ranks.
@@ -44,6 +46,7 @@ def build(
         flags: see `zero.flags.Flags`.
         device: where `model` will train, with the values of rank 0. Default: where it is. Tensors move one after the other.
         overlap: with `zero1_impl='sharded'`, see `zero.ShardedDataParallel`.
+        autocast: the dtype of autocast, for `param_dtype='auto'` on several ranks; float32: forward runs without it.
         **adamw: arguments of torch.optim.AdamW, see `optimizer_of`.
 
     Return the model to call in the training loop, and the optimizer. Raises ValueError if the model is on the meta device, or
@@ -61,6 +64,8 @@ def build(
             if not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
                 tensor.data = tensor.data.to(device)
         arguments |= {"registration_order": model.parameters(), "device": device, "options": flags}
+        if autocast != torch.float32 and flags.stores_as_autocast(world_size):
+            arguments["autocast"] = autocast_parameters(model, autocast)
         sharded = ShardedOptimizer(groups, optimizer_cls, **arguments)
         wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap)
         return wrapped, sharded

@@ -171,10 +171,9 @@ def check_wrapping(module: nn.Module, is_wrapped: bool, wrappers: tuple[type[nn.
         raise ValueError("a ScriptModule runs no hooks of its parts, which overlap needs; wrap the module it was made from")
 
 
-def check_all_managed(module: nn.Module, managed: Collection[nn.Parameter]) -> None:
-    """Raise ValueError if trainable parameters are not among those that are managed: the optimizer's."""
+def check_all_managed(module: nn.Module, managed: Collection[nn.Parameter], error: type[Exception] = ValueError) -> None:
+    """Raise an error if trainable parameters are not among those that are managed: the optimizer's."""
     if unmanaged := [name for name, param in module.named_parameters() if param.requires_grad and param not in managed]:
-        remedy = (
-            "give all of them to one ShardedOptimizer, or use DistributedDataParallel, under which several can share a module"
-        )
-        raise ValueError(f"these parameters require gradients but are not the optimizer's: {', '.join(unmanaged)}; {remedy}")
+        remedy = "give all of them to one ShardedOptimizer, after they were unfrozen or replaced (as by load_state_dict with "
+        remedy += "assign=True); or use DistributedDataParallel, under which several can share a module"
+        raise error(f"these parameters require gradients but are not the optimizer's: {', '.join(unmanaged)}; {remedy}")

@@ -64,12 +64,14 @@ class Pool:
         self._is_on_cpu = is_on_cpu
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
-    def acquire(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor, (numel,), with the dtype and device of `like` and undefined content."""
-        free = self._free.get((numel, like.dtype))
-        return free.pop() if free and self._is_on_cpu(like) else like.new_empty(numel)
+    def acquire(self, numel: int, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a tensor, (numel,), as `like` or in `dtype`, with undefined content: perhaps nearly all of a larger one."""
+        dtype, of_free = dtype or like.dtype, self._free.items() if self._is_on_cpu(like) else ()
+        fitting = [size for (size, kind), free in of_free if free and kind == dtype and numel <= size <= 1.1 * numel]
+        return self._free[min(fitting), dtype].pop()[:numel] if fitting else like.new_empty(numel, dtype=dtype)
 
     def release(self, tensor: torch.Tensor) -> None:
+        tensor = tensor if tensor._base is None else tensor._base
         if self._is_on_cpu(tensor) and tensor.nbytes >= KEPT_BYTES:
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
@@ -111,7 +113,8 @@ class Communicator:
         self.replicas = world_size // self.shard_size
         self.replica, self.shard_rank = divmod(rank, self.shard_size)
         self.shard_group, self.replica_group = group, None
-        self.mean_factor = torch.tensor(1 / world_size, dtype=torch.float64, device="cpu")  # a tensor takes less time
+        self._mean_factor = torch.tensor(1 / world_size, dtype=torch.float64, device="cpu")  # a tensor takes less time
+        self._mean_factors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
         self.pool = Pool(self.is_on_cpu)
         self.sent_bytes: Counter[str] = Counter()  # bytes that this rank sent, by kind of collective
         self.waits = Stopwatch(of_collectives=True)  # exposed communication: time that the computation waited, by kind
@@ -124,6 +127,13 @@ class Communicator:
     def is_alone(self) -> bool:
         """Whether a shard is the whole bucket, so that nothing is sent."""
         return self.shard_size == 1
+
+    def divide(self, gradient: torch.Tensor, place: torch.Tensor) -> None:
+        """Write a gradient, divided by the number of ranks, to its place. If this has another dtype, it is computed in that."""
+        key = place.device, place.dtype
+        if gradient.dtype != place.dtype and key not in self._mean_factors:  # a tensor with a dimension counts for the dtype
+            self._mean_factors[key] = self._mean_factor.reshape(1).to(place)
+        torch.mul(gradient, self._mean_factor if gradient.dtype == place.dtype else self._mean_factors[key], out=place)
 
     def reduce_scatter(self, bucket: torch.Tensor) -> ReduceScatterWork:
         """Start a reduce-scatter over the shard group: send the parts of each shard to the rank that owns it.
@@ -178,7 +188,7 @@ class Communicator:
     def _write_sum(self, parts: list[torch.Tensor], place: torch.Tensor) -> None:
         """Write the sum of the parts to `place`, in its dtype, added from first to last. `place` may be the first part."""
         total = parts[0]
-        if len(parts) == 1 or total.dtype != place.dtype:
+        if total is not place and (len(parts) == 1 or total.dtype != place.dtype):
             total = place.copy_(total)
         for part in parts[1:]:
             total = torch.add(total, part.to(place.dtype) if self.is_on_cpu(place) else part, out=place)

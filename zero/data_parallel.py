@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zero.autocast import check_runs_under
 from zero.checks import KNOWN, check_all_managed, check_values, check_wrapping
 from zero.host_comm import MESSAGE_BYTES, check_same_on_all_ranks, extremes, on_all_ranks
 from zero.optimizer import ShardedOptimizer
@@ -27,9 +28,10 @@ class ShardedDataParallel(nn.Module):
     2. Gradients. Backward divides a gradient by the world size, copies it into its bucket and frees it. A full bucket is
        reduce-scattered at once. Until the next `zero_grad` (of the optimizer, the wrapper or the model), `param.grad` holds a
        placeholder that refuses every operation: clip with `optimizer.clip_grad_norm_`, scale with `ShardedGradScaler`.
-    3. Weights are written by the optimizer, by `optimizer.set_parameter`, and by `load_state_dict` of the model. Without a
-       `param_dtype`, any other write counts as well (with units, after `synchronize()`). With one, `step` refuses writes that
-       version counters show; others (`param.data`) are lost, or change a remainder by at most half a unit of bfloat16.
+    3. Weights are written by the optimizer, by `optimizer.set_parameter`, and by `load_state_dict` of the model. Any other
+       write counts as well (with units, after `synchronize()`), but not to weights with masters (`param_dtype`, `autocast`):
+       `step` refuses writes that version counters show; others (`param.data`) are lost, or change a remainder by at most half
+       a unit of bfloat16. Who reads or copies such weights gets rounded ones; `zero.checkpoint.model_state_dict` has all bits.
     4. Structure. A model is wrapped once, for its life. Its parameters are not moved, replaced or regrouped, or `step` refuses.
 
     Gradients add up until `zero_grad`: in `no_sync()` in `param.grad`, and the next synchronized backward sends the sum. With
@@ -68,6 +70,8 @@ class ShardedDataParallel(nn.Module):
         self.shard_gradients = shard_gradients  # whether each backward sends
         self._loaded: dict[nn.Module, list[nn.Parameter]] = {}  # by module: parameters whose masters have been loaded
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
+        casts = [buffer.data for buffer in self._placed.buffers if buffer.planned.is_of_autocast]
+        self._autocast = {(data.device.type, data.dtype) for data in casts if optimizer.comm.checks_values}  # forward needs it
         self._check_parameters()
         self._placed.names.update({param: name for name, param in module.named_parameters()})
         if self._placed.plan.param_dtype is not None:
@@ -138,7 +142,11 @@ class ShardedDataParallel(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         self.optimizer.synchronize()
-        return copy.deepcopy(self.module, memo)
+        copied = copy.deepcopy(self.module, memo)
+        for param, its in zip(self.module.parameters(), copied.parameters(), strict=True):
+            if param.grad_dtype is None:  # a copy has no hook that casts its gradients
+                its.grad_dtype = torch.float32
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a ShardedDataParallel belongs to a process group and cannot be pickled; pickle its .module")
@@ -146,6 +154,8 @@ class ShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.reducer.in_backward and torch._C._current_graph_task_id() == -1:
             self.reducer.recover()
+        for device_type, dtype in self._autocast:
+            check_runs_under(device_type, dtype)
         if self.broadcast_buffers and self._last_was_synchronized:
             torch.compiler.disable(self._broadcast_buffers)()
         result = self.module(*args, **kwargs)

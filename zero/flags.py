@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
 from zero.codecs import codec_of
-from zero.layout import ParameterSpec, Plan, plan, replicated_plan, zero_redundancy_plan
+from zero.layout import ParameterSpec, Plan, plan, zero_redundancy_plan
 from zero.options import Options, ParamDtype
 
 Implementation = Literal["sharded", "torch"]
@@ -43,17 +43,22 @@ class Flags(Options):
         """
         if self.is_sharded:
             self.sharing(world_size)
-            saves_alone = self.param_dtype != "float32" or self.state_dtype != "float32"
+            saves_alone = self.stored_dtype is not None or self.state_dtype != "float32"
             return "sharded" if world_size > 1 or saves_alone else "adamw"
         for flag in fields(self):
             value, changes_nothing = getattr(self, flag.name), flag.name in ("use_zero1", "zero1_impl", "bucket_mb")
-            if value != flag.default and not changes_nothing:
+            if value not in (flag.default, "float32") and not changes_nothing:  # a dtype of "float32" changes nothing either
                 raise ValueError(f"{flag.name}={value} needs use_zero1=True, zero1_impl='sharded'")
         return "torch" if self.use_zero1 and world_size > 1 else "adamw"
+
+    def stores_as_autocast(self, world_size: int) -> bool:
+        """Whether ShardedOptimizer stores weights as autocast rounds them: with all masters on one rank, this saves nothing."""
+        return self.param_dtype == "auto" and self.sharing(world_size) > 1
 
     def plan(self, params: Sequence[ParameterSpec], world_size: int) -> Plan:
         """Return the plan of the implementation on `world_size` ranks. Raises ValueError, see `implementation`."""
         implementation = self.implementation(world_size)
         if implementation == "sharded":
+            params = params if self.stores_as_autocast(world_size) else [spec._replace(autocast=None) for spec in params]
             return plan(params, self.sharing(world_size), self)
-        return zero_redundancy_plan(params, world_size) if implementation == "torch" else replicated_plan(params)
+        return zero_redundancy_plan(params, world_size) if implementation == "torch" else Plan(tuple(params), 1)

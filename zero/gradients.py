@@ -56,8 +56,10 @@ class ParameterGradients(GradientSource):
         self._compared = 0  # steps whose gradients were compared between the ranks
 
     def check(self) -> None:
-        """Refuse sparse gradients, gradients on some ranks only, and in the first steps norms that differ by rank."""
+        """Refuse narrow sums, sparse gradients, gradients on some ranks only, and in the first steps norms that differ."""
         comm, params = self._placed.comm, self._placed.params
+        if any(buffer.planned.is_of_autocast for buffer in self._placed.buffers):
+            raise RuntimeError("`autocast` needs ShardedDataParallel, which adds up gradients in float32; wrap the model in it")
         if any(param.grad is not None and param.grad.is_sparse for param in params):
             raise RuntimeError(SPARSE)
         if comm.world_size == 1:

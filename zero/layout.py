@@ -43,6 +43,7 @@ class ParameterSpec(NamedTuple):
     position: int = -1  # in the order in which the model registers its parameters; -1 if unknown
     matrices: int = 0  # how many it consists of, for an optimizer that updates matrices, see `zero.muon`
     matrix_dtype: torch.dtype = torch.bfloat16  # in which these are sent
+    autocast: torch.dtype | None = None  # the dtype to which autocast always casts it; None: some read it as it is
 
     @property
     def numel(self) -> int:
@@ -66,10 +67,12 @@ def parameter_specs(
     groups: list[dict[str, Any]],
     registration_order: Iterable[torch.nn.Parameter] = (),
     device: torch.device | None = None,
+    autocast: Mapping[torch.nn.Parameter, torch.dtype] | None = None,
 ) -> list[ParameterSpec]:
     """Return the specs of the parameters in torch.optim groups.
 
     `registration_order`: that of `model.parameters()`. `device`: where the parameters will be; None: where they are.
+    `autocast`: see `zero.autocast.autocast_parameters`.
     """
     positions = {param: position for position, param in enumerate(registration_order)}
     return [
@@ -82,6 +85,7 @@ def parameter_specs(
             position=positions.get(param, -1),
             matrices=group.get("matrices", 0),
             matrix_dtype=getattr(torch, group.get("ns_dtype", "bfloat16")),
+            autocast=(autocast or {}).get(param),
         )
         for index, group in enumerate(groups)
         for param in group["params"]
@@ -149,8 +153,9 @@ class BufferPlan:
     """One flat buffer: trainable parameters of one dtype and device."""
 
     layout: Layout
-    dtype: torch.dtype  # dtype in which the parameters are stored
-    update_dtype: torch.dtype  # dtype in which the parameters are updated
+    dtype: torch.dtype  # in which the parameters are stored and gathered
+    gradient_dtype: torch.dtype  # in which their gradients arrive and are sent
+    update_dtype: torch.dtype  # in which the parameters are updated
     device: torch.device
     has_remainders: bool = False  # whether the masters are held as weight and remainder
 
@@ -159,6 +164,11 @@ class BufferPlan:
         """Whether each rank also keeps its slices in `update_dtype`."""
         return self.dtype != self.update_dtype
 
+    @property
+    def is_of_autocast(self) -> bool:
+        """Whether the parameters are stored as autocast rounds them."""
+        return self.dtype != self.gradient_dtype
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -166,8 +176,8 @@ class Plan:
 
     params: tuple[ParameterSpec, ...]
     world_size: int  # number of ranks that share the optimizer state
-    buffers: tuple[BufferPlan, ...] = ()  # flat buffers of a ShardedOptimizer, for trainable parameters
-    assigned: tuple[tuple[Slice, ...], ...] | None = None  # if there are no buffers: the whole parameters of each rank
+    buffers: tuple[BufferPlan, ...] = ()  # flat buffers of a ShardedOptimizer, for trainable parameters; none: not sharded
+    assigned: tuple[tuple[Slice, ...], ...] | None = None  # of ZeroRedundancyOptimizer: the whole parameters of each rank
     param_dtype: torch.dtype | None = None  # under ShardedDataParallel also the dtype of frozen parameters
     state_dtype: str = "float32"  # in which float32 state is held between updates
 
@@ -178,9 +188,13 @@ class Plan:
         slices: list[Slice] = []
         for buffer in self.buffers:
             slices += buffer.layout.slices(rank)
-        if rank == 0:  # rank 0 has the optimizer state of frozen parameters, if there is any
-            slices += [Slice(number, 0, spec.numel) for number, spec in enumerate(self.params) if not spec.requires_grad]
+        if rank == 0:  # it has the state of frozen parameters, if there is any
+            slices += [Slice(number, 0, spec.numel) for number, spec in enumerate(self.params) if self.is_whole(number)]
         return sorted(slices)
+
+    def is_whole(self, number: int) -> bool:
+        """Return whether a parameter is never cut: then its state may have any shape."""
+        return not any(number in buffer.layout.numels for buffer in self.buffers)
 
     @cached_property
     def update_dtypes(self) -> list[torch.dtype]:
@@ -192,6 +206,13 @@ class Plan:
     def has_masters(self) -> bool:
         """Whether owners keep their slices in higher precision than the parameters."""
         return any(buffer.has_masters for buffer in self.buffers)
+
+    @property
+    def weights(self) -> str:
+        """What the weights are: 'float32' for their own dtype, 'autocast' if it rounds some, otherwise the dtype of all."""
+        if any(buffer.is_of_autocast for buffer in self.buffers):
+            return "autocast"
+        return str(self.param_dtype or torch.float32).removeprefix("torch.")
 
 
 def auto_bucket_mb(nbytes: int, world_size: int) -> float:
@@ -210,29 +231,37 @@ def plan(
 ) -> Plan:
     """Return the plan of a ShardedOptimizer: flat buffers, one per dtype and device, in reverse registration order.
 
+    Parameters that autocast casts come first. Those beside them, such as LayerNorms, have a buffer of their own, with a small
+    bucket: their gradients arrive all through backward. The others come last: the next forward needs these first.
+
     `world_size` ranks share the state of `params`. Those that `options` store in another dtype are updated in their own, at
     least float32. `earlier`: existing buffers. Raises ValueError.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be positive")
     param_dtype, has_remainders = options.stored_dtype, options.param_dtype == "bfloat16_remainder"
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    kinds: dict[tuple[int, torch.dtype, torch.dtype, torch.device], list[int]] = {}
     nbytes, laid_out = 0, {number for buffer in earlier for number in buffer.layout.numels}
-    for number in sorted(range(len(params)), key=lambda number: params[number].position)[::-1]:
-        if params[number].requires_grad and number not in laid_out:
-            kinds.setdefault((params[number].dtype, params[number].device), []).append(number)
-            nbytes += params[number].numel * (param_dtype or params[number].dtype).itemsize
+    in_order = sorted((spec.position, number) for number, spec in enumerate(params) if spec.requires_grad)[::-1]
+    casts = {number for _, number in in_order if options.param_dtype == "auto" and params[number].autocast}
+    last_cast = max((index for index, (_, number) in enumerate(in_order) if number in casts), default=-1)
+    for index, (_, number) in enumerate(in_order):
+        if number not in laid_out:
+            spec, place = params[number], 0 if number in casts else 1 if index < last_cast else 2
+            stored = spec.autocast if number in casts else param_dtype
+            kinds.setdefault((place, spec.dtype, stored or spec.dtype, spec.device), []).append(number)
+            nbytes += spec.numel * (param_dtype or spec.dtype).itemsize
     megabytes = auto_bucket_mb(nbytes, world_size) if isinstance(options.bucket_mb, str) else options.bucket_mb
     buffers = list(earlier)
-    for (own_dtype, device), numbers in kinds.items():
-        dtype = param_dtype or own_dtype
+    for (_, own_dtype, stored, device), numbers in sorted(kinds.items(), key=lambda kind: kind[0][0]):
+        dtype = param_dtype or own_dtype  # of gradients
         numels, bucket_numel = {number: params[number].numel for number in numbers}, int(megabytes * 1e6) // dtype.itemsize
         layout = Layout.by_element(numels, world_size, max(1, bucket_numel), align=_VECTOR_BYTES // dtype.itemsize)
         update_dtype = own_dtype if param_dtype is None else torch.promote_types(own_dtype, torch.float32)
         if has_remainders and update_dtype != torch.float32:
             remedy = "use param_dtype='bfloat16'"
             raise ValueError(f"param_dtype='bfloat16_remainder' needs float32 masters, not {update_dtype}; {remedy}")
-        buffers.append(BufferPlan(layout, dtype, update_dtype, device, has_remainders))
+        buffers.append(BufferPlan(layout, stored, dtype, update_dtype, device, has_remainders))
     return Plan(tuple(params), world_size, tuple(buffers), None, param_dtype, options.state_dtype)
 
 
@@ -247,11 +276,6 @@ def zero_redundancy_plan(params: Sequence[ParameterSpec], world_size: int) -> Pl
     for number in order:
         assigned[owners[number]].append(Slice(number, 0, params[number].numel))
     return Plan(tuple(params), world_size, assigned=tuple(map(tuple, assigned)))
-
-
-def replicated_plan(params: Sequence[ParameterSpec]) -> Plan:
-    """Return the plan of an optimizer that is not sharded: every rank acts as rank 0 of a world of size 1."""
-    return Plan(tuple(params), 1, assigned=(tuple(Slice(number, 0, spec.numel) for number, spec in enumerate(params)),))
 
 
 def balanced(costs: Sequence[int], loads: list[int], order: Iterable[int] | None = None) -> list[int]:

@@ -11,10 +11,11 @@ class Masters:
     Args:
         shard: the weights, (numel,).
         dtype: of the update.
+        half_even: see `store_rounded`.
     """
 
-    def __init__(self, shard: torch.Tensor, dtype: torch.dtype) -> None:
-        self.shard = shard
+    def __init__(self, shard: torch.Tensor, dtype: torch.dtype, half_even: bool = False) -> None:
+        self.shard, self._half_even = shard, half_even
         self.values = torch.zeros_like(shard, dtype=dtype)  # what the inner optimizer updates
 
     @property
@@ -27,7 +28,7 @@ class Masters:
 
     def store(self) -> None:
         """Round the updated values to the weights."""
-        store_rounded(self.values, self.shard)
+        store_rounded(self.values, self.shard, self._half_even)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Return elements in full precision: a view, or a copy."""
@@ -79,12 +80,14 @@ class Remainders:
         return torch.zeros((), dtype=torch.float32, device=self.shard.device).expand(self.shard.shape)
 
 
-def store_rounded(values: torch.Tensor, place: torch.Tensor) -> None:
+def store_rounded(values: torch.Tensor, place: torch.Tensor, half_even: bool = False) -> None:
     """Round flat values, as float32, to a flat place of lower precision; bfloat16: half away from zero, see `Remainders`.
+
+    `half_even`: half to even, as autocast does.
 
     This is the only rounding of weights, so that the owner of a slice and the other ranks get the same bits from any dtype.
     """
-    if place.dtype == torch.bfloat16 and values.dtype != torch.bfloat16:
+    if place.dtype == torch.bfloat16 and values.dtype != torch.bfloat16 and not half_even:
         for target, part in pieces(place, values):
             bits = part.float().view(torch.int32)
             above_half = (bits >> 15).bitwise_and_(1).bitwise_or_(bits)  # make half more: PyTorch rounds half to even

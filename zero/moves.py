@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
+from zero.autocast import check_autocast
 from zero.buckets import FlatBuffer, OwnedSlice, Placement, allocate
 from zero.checks import check_groups, check_parameters, check_rounding
 from zero.codecs import codec_of
-from zero.collectives import Communicator
 from zero.host_comm import check_same_on_all_ranks, on_all_ranks, on_any_rank
 from zero.layout import Plan, parameter_specs, plan
-from zero.masters import store_rounded
 from zero.muon import Muon
 from zero.muon.exchange import check_matrices
 from zero.sharded_state import hyperparameters
@@ -45,12 +44,13 @@ def lay_out(placed: Placement, groups: Groups, make_inner: partial[torch.optim.O
         placed.buffers.append(buffer)
         placed.buckets += buckets
         placed.number_of.update({param: number for number, param in own.items()})
+        placed.versions.update(dict.fromkeys(own.values() if planned_buffer.has_masters else (), 0))
         for bucket in buckets:
             for owned in bucket.owned:
                 placed.owned_of.setdefault(owned.param, []).append(owned)
                 bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
         for number, param in own.items():
-            _move_in(buffer, number, placed.comm, placed.owned_of.get(param, []))
+            _move_in(placed, buffer, number, param)
         placed.expect_versions(own.values())
 
 
@@ -71,17 +71,13 @@ def have_moved(placed: Placement, groups: Groups) -> bool:
     return on_any_rank(bool(dtypes), placed.comm.group) and not is_cast
 
 
-def _move_in(buffer: FlatBuffer, number: int, comm: Communicator, slices: list[OwnedSlice]) -> None:
-    """Move a parameter, and its `slices` of this rank, to its place with the values of rank 0. Call it on all ranks."""
-    param = buffer.params[number]
+def _move_in(placed: Placement, buffer: FlatBuffer, number: int, param: torch.nn.Parameter) -> None:
+    """Move a parameter, and this rank's masters, to its place with the values of rank 0. Needs to be called on all ranks."""
     source = param.data if is_dense(param) else param.data.contiguous()
     buffer.move_in(number, source)
-    place = flattened(param.data, param)
-    for first, part in comm.broadcast_parts(flattened(source, source), place):
-        if part.dtype != place.dtype:
-            store_rounded(part, place[first : first + part.numel()])
-        for owned in slices:
-            owned.set_masters(part, first)
+    for first, part in placed.comm.broadcast_parts(flattened(source, source), flattened(param.data, param)):
+        if buffer.planned.has_masters:  # otherwise it has arrived in its place
+            placed.write(param, part, first)
 
 
 def _checked_plan(placed: Placement, groups: Groups, make_inner: partial[torch.optim.Optimizer]) -> Plan:
@@ -93,6 +89,7 @@ def _checked_plan(placed: Placement, groups: Groups, make_inner: partial[torch.o
     def check() -> None:
         if comm.checks_values:
             check_parameters(params, options.stored_dtype)
+            check_autocast({param: dtype for param, dtype in placed.autocast.items() if param not in placed.number_of})
         if codec_of(options.state_dtype) is not None:
             check_rounding(cls, groups)
         if issubclass(cls, Muon):
@@ -100,8 +97,9 @@ def _checked_plan(placed: Placement, groups: Groups, make_inner: partial[torch.o
         make_inner([_of_one_element(group, placed.device) for group in groups])
 
     on_all_ranks(check, comm.group)
-    check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)
-    specs = parameter_specs(groups, placed.registration_order, device=placed.device)
+    facts = {f"parameter {number}": (*properties(param), placed.autocast.get(param)) for number, param in enumerate(params)}
+    check_same_on_all_ranks(facts, comm.group)
+    specs = parameter_specs(groups, placed.registration_order, placed.device, placed.autocast)
     for number, spec in enumerate(placed.plan.params):
         if spec.requires_grad:  # a parameter in a buffer stays there, also if frozen now
             specs[number] = spec

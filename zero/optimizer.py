@@ -3,7 +3,7 @@
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms
 from zero.host_comm import meet, on_all_ranks, on_any_rank
 from zero.interface import CallersState, DividedState
-from zero.masters import store_rounded
 from zero.moves import groups_of_slices, have_moved, lay_out
 from zero.options import Options
 from zero.sharded_state import Partition, hyperparameters, parameters
@@ -51,6 +50,9 @@ class ShardedOptimizer(DividedState):
         elementwise: True for another class than torch.optim's, to promise that its update of an element depends only on that
             element, its gradient, its state, the hyperparameters of its group and the number of steps.
         device: where the parameters will be. Default: where they are. They move there one after the other.
+        autocast: parameters that forward reads under autocast only, each with its dtype, see `zero.autocast_parameters`. They
+            are stored in this dtype. Values do not change: each rank keeps float32 masters of its slices, and gradients are
+            float32. It needs a ShardedDataParallel, whose forward is called under autocast of this dtype.
         parameters_as_bucket_view: has no effect, parameters always are views. `overlap_with_ddp` must be False.
         options: the fields of `zero.options.Options`, which may also be given by name, such as `bucket_mb`.
         **kwargs: arguments of `optimizer_cls`, or options.
@@ -73,6 +75,7 @@ class ShardedOptimizer(DividedState):
         registration_order: Iterable[torch.nn.Parameter] | None = None,
         elementwise: bool = False,
         device: torch.device | None = None,
+        autocast: Mapping[torch.nn.Parameter, torch.dtype] | None = None,
         options: Options | None = None,
         **kwargs: Any,
     ) -> None:
@@ -82,7 +85,7 @@ class ShardedOptimizer(DividedState):
         optimizer_cls = check_class(optimizer_cls, optimizer_class, elementwise)
         self.comm = process_group if isinstance(process_group, Communicator) else Communicator(process_group, self.options)
         self._make_inner = partial(optimizer_cls, **kwargs)  # from groups of slices
-        self._new_placement = partial(Placement, self.comm, list(registration_order or ()), device)
+        self._new_placement = partial(Placement, self.comm, list(registration_order or ()), device, autocast or {})
         self.placed: Placement
         self.source: GradientSource  # ParameterGradients, until ShardedDataParallel replaces it by its Reducer
         self.overlaps = False  # whether forward waits for the all-gathers, in place of `step`; ShardedDataParallel sets it
@@ -265,14 +268,12 @@ class ShardedOptimizer(DividedState):
         """Overwrite a parameter, and its masters in the full precision of `value`. Needs to be called on all ranks."""
         self.synchronize()
         value = value.expand_as(param)
-        if self.placed.plan.param_dtype is not None and param in self.placed.number_of:
-            store_rounded(flattened(value, param), flattened(param.data, param))
+        if param in self.placed.versions:
+            self.placed.write(param, flattened(value, param))
             torch.autograd.graph.increment_version([param])
+            self.placed.expect_versions([param])
         else:
             param.copy_(value)
-        for owned in self.placed.owned_of.get(param, []):
-            owned.set_masters(flattened(value, param))
-        self.placed.expect_versions([param])
 
 
 @torch.no_grad()

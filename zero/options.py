@@ -7,13 +7,13 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 BucketMB = float | Literal["auto"]  # megabytes (10**6 bytes) per bucket; auto: see `zero.layout.auto_bucket_mb`
-ParamDtype = Literal["float32", "bfloat16", "bfloat16_remainder"]
+ParamDtype = Literal["auto", "float32", "bfloat16", "bfloat16_remainder"]
 PARAM_DTYPES = (*get_args(ParamDtype), "float16")  # float16 needs a scaler, which train.py has for float32 weights only
 
 
 def weight_dtype(param_dtype: str) -> str:
-    """Return the name of the dtype of weights and gradients, for a value of the option `param_dtype`."""
-    return param_dtype.removesuffix("_remainder")
+    """Return the name of the dtype of gradients, and of weights that autocast does not cast, for a value of `param_dtype`."""
+    return "float32" if param_dtype == "auto" else param_dtype.removesuffix("_remainder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,10 @@ class Options:
     # consecutive ranks that share the state, as those of a machine; each group of them has a replica (hybrid sharding). 0: all
     shard_size: int = 0
     bucket_mb: BucketMB = "auto"
-    # 'float32': each parameter keeps its dtype. Otherwise the dtype in which all are stored, and each rank keeps float32
-    # masters of its own slices; 'bfloat16_remainder' holds them as the 16 bits that bfloat16 lacks, see `zero.masters`
-    param_dtype: str = "float32"
+    # 'float32': each parameter keeps its dtype. 'auto': those that only autocast reads are stored in its dtype, and each rank
+    # keeps float32 masters of its own slices: no value changes. Otherwise the dtype in which all are stored, with masters;
+    # 'bfloat16_remainder' holds these as the 16 bits that bfloat16 lacks, see `zero.masters`
+    param_dtype: str = "auto"
     # 'bfloat16' or 'int8' hold state that has a float32 number per element in fewer bytes between updates, see `zero.codecs`.
     # The update itself is in float32. Classes of your own name in `rounded_state` what may be rounded
     state_dtype: str = "float32"
@@ -43,8 +44,8 @@ class Options:
 
     @property
     def stored_dtype(self) -> torch.dtype | None:
-        """The dtype in which parameters are stored; None: their own."""
-        return None if self.param_dtype == "float32" else getattr(torch, weight_dtype(self.param_dtype))
+        """The dtype in which all parameters are stored; None: their own, or that of autocast."""
+        return None if self.param_dtype in ("auto", "float32") else getattr(torch, weight_dtype(self.param_dtype))
 
     def sharing(self, world_size: int) -> int:
         """Return how many of `world_size` ranks share the state. One rank shares it with nobody, whatever `shard_size` is.

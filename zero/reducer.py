@@ -14,10 +14,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 
 from zero.buckets import Bucket, Placement
-from zero.checks import SPARSE
+from zero.checks import SPARSE, check_all_managed
 from zero.collectives import Communicator, ReduceScatterWork
 from zero.gradients import GradientSource, SentGradient
 from zero.layout import Slice
@@ -37,7 +36,7 @@ class BucketGradients:
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have used `buffer` or `reduction`
     reduction: ReduceScatterWork | None = None  # in flight
     # in the shape of `bucket.shard`, the mean gradient of this step, if one has arrived; in the dtype of
-    # `bucket.values`, or if nothing has been added up, of the weights
+    # `bucket.values`, or if nothing has been added up, of the gradients
     shard: torch.Tensor | None = None
     views: list[torch.Tensor] = field(default_factory=list)  # into `shard`, in the shapes of the owned slices; none without it
     # with replicas: the all-reduce of `shard` over them, in flight or done; None: `shard` has the sum over the shard group only
@@ -46,7 +45,8 @@ class BucketGradients:
     def places(self) -> dict[int, torch.Tensor]:
         """Return the places of slices in the tensor that collects the gradients, by parameter."""
         if self.buffer is None:
-            self.buffer, self.streams = self.comm.pool.acquire(self.bucket.data.numel(), self.bucket.data), set()
+            data, dtype = self.bucket.data, self.bucket.gradient_dtype
+            self.buffer, self.streams = self.comm.pool.acquire(data.numel(), data, dtype), set()
             parts = cut(self.buffer, self.bucket.cuts)
             self._places = {member.number: part for member, part in zip(self.bucket.members, parts, strict=True)}
         self._follow_streams()
@@ -57,7 +57,7 @@ class BucketGradients:
         place = self.places()[slice_.number]
         own = gradient if slice_.numel == gradient.numel() else gradient[slice_.start : slice_.stop]
         if slice_.number in self.missing:
-            torch.mul(own, self.comm.mean_factor, out=place)
+            self.comm.divide(own, place)
             self.missing.discard(slice_.number)
         else:  # the second gradient of this parameter in this backward
             place.add_(own, alpha=1 / self.comm.world_size)
@@ -165,6 +165,10 @@ class Reducer(GradientSource):
         self._sent = {number: SentGradient(param) for number, param in self.params.items()}
         self._parts = list(wrapper.module.modules())
         self._children = [{**part._modules} for part in self._parts]
+        casts = [buffer for buffer in placed.buffers if buffer.planned.is_of_autocast]
+        self._casts = {number: buffer.planned.gradient_dtype for buffer in casts for number in buffer.params}
+        for number in self._casts:  # the dtypes of gradients may differ: autograd adds a 16-bit one to a float32 sum
+            self.params[number].grad_dtype = None
         # a message in flight must not lose its memory; at the end of the program, the other rank may be gone
         weakref.finalize(self, _wait_for_reductions, self._gradients).atexit = False
         # not hooks of autograd's nodes, which would keep a gradient in memory while its bucket is sent
@@ -201,6 +205,8 @@ class Reducer(GradientSource):
     def on_gradient(self, number: int, param: nn.Parameter) -> None:
         """Process a gradient that backward has just accumulated."""
         if not self._is_sending:
+            if number in self._casts and param.grad is not None:
+                param.grad = param.grad.to(self._casts[number])  # the first one; autograd adds others to it in place
             return
         if param.grad is None:  # a hook has dropped it; DistributedDataParallel treats this as zero
             param.grad = torch.zeros_like(param)
@@ -216,7 +222,7 @@ class Reducer(GradientSource):
             if isinstance(self.params[number].grad, SentGradient):
                 self.params[number].grad = None
         self.in_backward = True
-        Variable._execution_engine.queue_callback(self._end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if not self._is_sending:
             self._placed.comm.pool.clear()  # frees memory for the full gradients
             return
@@ -322,10 +328,7 @@ class Reducer(GradientSource):
         parts = self._wrapper.module.modules() if is_changed else self._parts
         held = itertools.chain(*(part._parameters.values() for part in parts))
         if any(param is not None and param.requires_grad and param not in self._placed.number_of for param in held):
-            named = self._wrapper.module.named_parameters()
-            names = ", ".join(name for name, param in named if param.requires_grad and param not in self._placed.number_of)
-            how = "replaced (for example by load_state_dict with assign=True) or unfrozen after ShardedOptimizer was built"
-            raise RuntimeError(f"{names} require gradients, but are not the optimizer's: {how}; build it after that")
+            check_all_managed(self._wrapper.module, self._placed.number_of, RuntimeError)
 
     @torch.no_grad()
     def begin_collecting(self) -> None:

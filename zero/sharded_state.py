@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zero.buckets import OwnedSlice
 from zero.host_comm import ALONE, cpu_group, gather_objects, meet
-from zero.layout import Plan, Slice, parameter_specs, replicated_plan
+from zero.layout import Plan, Slice, parameter_specs
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,6 @@ class Partition:
         """Gather a value of each of these ranks. Needs to be called on all of them."""
         return gather_objects(value, self.cpu_group) if self.plan.world_size > 1 else [value]
 
-    def is_whole(self, number: int) -> bool:
-        """Return whether a parameter is never cut: then its state may have any shape."""
-        return self.plan.assigned is not None or not self.plan.params[number].requires_grad
-
 
 class DividedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is divided among the ranks: ShardedOptimizer, as this module and checkpoints see it."""
@@ -77,7 +73,7 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
         plan, rank, replica = Plan(tuple(specs), len(assigned), assigned=assigned), optimizer.rank, 0
         inner, group, everyone = optimizer.optim, optimizer.process_group, optimizer.process_group
     else:
-        plan, rank, replica = replicated_plan(specs), 0, dist.get_rank() if dist.is_initialized() else 0
+        plan, rank, replica = Plan(tuple(specs), 1), 0, dist.get_rank() if dist.is_initialized() else 0
         inner, group, everyone = optimizer, None, ALONE
     owned = [OwnedSlice(number, params[number], 0, stop, 0, params[number]) for number, _, stop, _ in plan.slices(rank)]
     return Partition(optimizer, inner, plan, rank, group, everyone, owned, replica)

@@ -94,7 +94,7 @@ class SliceUpdate:
         is_fused = all(group.get("fused") for group in self.inner.param_groups)
         takes_none = is_fused and self.codec is None and self.exchange is None
         for bucket in self.buckets[::-1]:
-            alone = not takes_none or bucket.masters is not None or self.placed.comm.is_on_cpu(bucket.data)
+            alone = not takes_none or bucket.gradient_dtype != bucket.values.dtype or self.placed.comm.is_on_cpu(bucket.data)
             if alone or bucket.shard.numel() > room:
                 calls.append([])
                 room = 0 if alone else TOGETHER

@@ -31,7 +31,7 @@ def test_the_number_format_follows_that_of_the_weights():
     assert machine.resolve("cpu", "auto", "bfloat16") == ("cpu", "bfloat16")
     with pytest.raises(ValueError, match="param_dtype=bfloat16 computes in bfloat16, not in dtype=float16"):
         machine.resolve("cpu", "float16", "bfloat16")
-    with pytest.raises(ValueError, match="this GPU has no bfloat16 and computes in float16; use --param_dtype=float32"):
+    with pytest.raises(ValueError, match="this GPU has no bfloat16 and computes in float16; use --param_dtype=auto"):
         machine.resolve_dtype("auto", "bfloat16", "float16")
 
 

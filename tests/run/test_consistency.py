@@ -20,7 +20,7 @@ from run.rank_checks import check_combinations, compare_model_and_data, compare_
 REFUSED = {  # more arguments of the last rank, and the line that is printed; DATA is another dataset
     "other settings": (
         ["--backend=gloo", "--param_dtype=bfloat16", "--seed=7"],
-        "rank 2 has param_dtype=bfloat16, the others param_dtype=float32; rank 2 has backend=gloo, the others backend=auto; "
+        "rank 2 has param_dtype=bfloat16, the others param_dtype=auto; rank 2 has backend=gloo, the others backend=auto; "
         "rank 2 has dtype=bfloat16, the others dtype=float32; 1 more differ; start all ranks with the same settings",
     ),
     "another dataset": (["--dataset=DATA"], "rank 2 has train.bin=4000 tokens with checksum "),

@@ -43,7 +43,7 @@ def flags_that_do_not_go_together():
     groups = model.param_groups()
     for flags, message in (
         ({"zero1_impl": "other"}, "zero1_impl='other' is not one of sharded, torch"),
-        ({"param_dtype": "float8"}, "param_dtype='float8' is not one of float32, bfloat16, bfloat16_remainder"),
+        ({"param_dtype": "float8"}, "param_dtype='float8' is not one of auto, float32, bfloat16, bfloat16_remainder"),
         ({"bucket_mb": 0}, "bucket_mb=0 must be 'auto' or a positive number"),
         ({"bucket_mb": "large"}, "bucket_mb='large' must be 'auto' or a positive number"),
     ):

@@ -13,9 +13,10 @@ from ranks import run_in_turn
 from toy import MODES, Toy
 
 from model import GPT, GPTConfig
+from zero.autocast import autocast_parameters
 from zero.build import build
 from zero.flags import Flags
-from zero.layout import Layout, ParameterSpec, auto_bucket_mb, parameter_specs, plan, replicated_plan, zero_redundancy_plan
+from zero.layout import Layout, ParameterSpec, Plan, auto_bucket_mb, parameter_specs, plan, zero_redundancy_plan
 from zero.options import Options
 from zero.sharded_state import parameters, partition
 
@@ -94,11 +95,12 @@ specs = st.lists(
         requires_grad=st.booleans(),
         group=st.integers(0, 2),
         position=st.integers(-1, 5),
+        autocast=st.sampled_from([None, torch.bfloat16]),
     ),
     max_size=9,
 )
 options = st.fixed_dictionaries(
-    {"bucket_mb": st.sampled_from([75, 0.0002, 0.000001]), "param_dtype": st.sampled_from(["float32", "bfloat16"])}
+    {"bucket_mb": st.sampled_from([75, 0.0002, 0.000001]), "param_dtype": st.sampled_from(["auto", "bfloat16"])}
 )
 
 
@@ -107,7 +109,7 @@ def test_every_element_has_one_owner_in_every_plan(params, world_size, kwargs):
     for planned in (
         plan(params, world_size, Options(**kwargs)),
         zero_redundancy_plan(params, world_size),
-        replicated_plan(params),
+        Plan(tuple(params), 1),
     ):
         slices = itertools.chain(*(planned.slices(rank) for rank in range(planned.world_size)))
         assert_one_owner([spec.numel for spec in params], slices)
@@ -131,9 +133,10 @@ def planned_and_built(flags):
     for name, (make, groups_of) in MODELS.items():
         with torch.device("meta"):
             meta = make()
-        planned = flags.plan(parameter_specs(groups_of(meta), meta.parameters()), dist.get_world_size())
+        autocast = autocast_parameters(meta, torch.bfloat16)
+        planned = flags.plan(parameter_specs(groups_of(meta), meta.parameters(), autocast=autocast), dist.get_world_size())
         model = make()
-        part = partition(build(model, groups_of(model), flags, lr=0.01)[1])
+        part = partition(build(model, groups_of(model), flags, autocast=torch.bfloat16, lr=0.01)[1])
         assert all(planned.slices(rank) == part.plan.slices(rank) for rank in range(planned.world_size)), name
         if part.owned:
             assert [piece.numel for piece in planned.slices(part.rank)] == [own.local.numel() for own in part.owned]

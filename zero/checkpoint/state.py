@@ -250,9 +250,9 @@ def _outline(partition: Partition, owned: OwnedSlice, own: list[Part]) -> Any:
             raise CheckpointError(f"{entry} as {type(value).__name__}, which cannot be restored; use tensors and numbers")
         elif value.numel() == 1 and not (value.dim() and value.shape == owned.local.shape):
             return _copied(value)
-        elif value.shape == owned.local.shape or partition.is_whole(owned.number):
+        elif value.shape == owned.local.shape or partition.plan.is_whole(owned.number):
             dtype, read, numel = value.dtype, value.detach, value.numel()
-            like = value if partition.is_whole(owned.number) or value.shape == like.shape else like
+            like = value if partition.plan.is_whole(owned.number) or value.shape == like.shape else like
         else:
             raise CheckpointError(f"{entry} in shape {tuple(value.shape)} for {numel} elements: {_RULE}")
         own.append(Part(f"optimizer.state.{owned.number}.{name}", owned.start, numel, dtype, read))
@@ -353,7 +353,7 @@ def _check_state(saved: dict[int, dict[str, Any]], partition: Partition) -> None
         if entries and known and known not in of and (of or not ENTRIES[known][0] <= entries.keys()):
             kept = f"{', '.join(entries)}{' of ' if of else ''}{' or '.join(cls.__name__ for cls in of)}"
             raise CheckpointError(f"the saved state is {kept}, not of {inner.__name__}; build the optimizer that was saved")
-        whole, shape = partition.is_whole(number), params[number].shape
+        whole, shape = partition.plan.is_whole(number), params[number].shape
         for name, value in named(entries).items():
             is_tensor = isinstance(value, torch.Tensor)
             is_number = isinstance(value, int | float) or (is_tensor and value.numel() == 1)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from contents import VALUES
 from ranks import run_in_turn, stop_living
-from toy import MODES, assert_equal, build_toy, largest_difference, make_toy, train, weights
+from toy import MODES, assert_equal, build_toy, largest_difference, make_toy, toy_loss, train, weights
 
 from zero import checkpoint as ckpt
 from zero import host_comm
@@ -19,9 +19,11 @@ from zero.flags import Flags
 
 STEPS = 4  # before and after the save
 ALL_MODES = {**MODES, "bfloat16": Flags(param_dtype="bfloat16", bucket_mb=0.0002), "hybrid": Flags(bucket_mb=0.0002)}
+ALL_MODES["float32"] = Flags(param_dtype="float32", bucket_mb=0.0002)
 ALL_MODES["codecs"] = replace(ALL_MODES["bfloat16"], param_dtype="bfloat16_remainder", state_dtype="int8")
 WORLD_SIZES = (1, 2, 3, 4)
-MUON = "muon "  # before the name of a mode
+MUON, CAST = "muon ", "autocast "  # before the name of a mode: the optimizer is Muon, forward runs under autocast
+KINDS = "", MUON, CAST
 SOME = [
     (("sharded", 2), ("adamw", 1)),
     (("torch", 3), ("sharded", 4)),
@@ -36,6 +38,12 @@ SOME = [
     (("muon torch", 2), ("muon gradients", 4)),
     (("muon hybrid", 4), ("muon torch", 3)),
     (("muon codecs", 2), ("muon bfloat16", 3)),
+    (("autocast sharded", 2), ("autocast adamw", 1)),
+    (("autocast sharded", 4), ("autocast torch", 3)),
+    (("autocast torch", 2), ("autocast gradients", 4)),
+    (("autocast hybrid", 4), ("autocast float32", 2)),
+    (("autocast float32", 3), ("autocast hybrid", 4)),
+    (("autocast adamw", 1), ("autocast sharded", 4)),
 ]
 
 
@@ -44,22 +52,36 @@ def flags_of(mode):
     return replace(ALL_MODES[mode], shard_size=groups_of) if mode == "hybrid" else ALL_MODES[mode]
 
 
+def kind_of(mode):
+    return next(kind for kind in KINDS[::-1] if mode.startswith(kind))
+
+
 def make(mode, seed):
-    model, optimizer = build_toy(flags_of(mode.removeprefix(MUON)), seed, muon=mode.startswith(MUON))
+    kind = kind_of(mode)
+    autocast = torch.bfloat16 if kind == CAST else torch.float32
+    model, optimizer = build_toy(flags_of(mode.removeprefix(kind)), seed, muon=kind == MUON, autocast=autocast)
     return getattr(model, "module", model), model, optimizer
+
+
+def train_on(mode, model, optimizer, first):
+    def loss_of(*args):
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind_of(mode) == CAST):
+            return toy_loss(*args)
+
+    train(model, optimizer, rank=0, steps=STEPS, first=first, loss_of=loss_of)
 
 
 def uninterrupted(kind):
     """With plain AdamW or Muon: what a file holds halfway, and the weights at the end."""
     module, model, optimizer = make(f"{kind}adamw", seed=0)
-    train(model, optimizer, rank=0, steps=STEPS)
+    train_on(kind, model, optimizer, first=0)
     halfway = {"model": weights(module), "optimizer": copy.deepcopy(optimizer.state_dict())}
-    train(model, optimizer, rank=0, steps=STEPS, first=STEPS)
+    train_on(kind, model, optimizer, first=STEPS)
     return halfway, weights(module)
 
 
 def folder_of(root, place):
-    return f"{root}/{'-'.join(map(str, place))}".replace(MUON, "muon-")
+    return f"{root}/{'-'.join(map(str, place))}".replace(" ", "-")
 
 
 @mock.patch.object(host_comm, "MESSAGE_BYTES", 100)  # tensors are cut into several messages
@@ -70,7 +92,7 @@ def save(modes, root, references):
     """
     for place in ((mode, dist.get_world_size()) for mode in modes):
         module, model, optimizer = make(place[0], seed=0)
-        train(model, optimizer, rank=0, steps=STEPS)
+        train_on(place[0], model, optimizer, first=0)
         folder = folder_of(root, place)
         os.makedirs(folder, exist_ok=True)
         writer = ckpt.CheckpointWriter(folder, background=dist.get_world_size() % 2 == 0)
@@ -79,13 +101,13 @@ def save(modes, root, references):
         assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
         if dist.get_rank() == 0 and tolerance(place) == 0:
             held = ckpt.load(f"{folder}/ckpt.pt")
-            assert_equal({key: held[key] for key in ("model", "optimizer")}, references[place[0].startswith(MUON)][0], place)
+            assert_equal({key: held[key] for key in ("model", "optimizer")}, references[kind_of(place[0])][0], place)
         dist.barrier()
 
 
 def resume(source, target, root, references):
     """The weights of rank 0 after a checkpoint has gone on here, in full precision."""
-    _, end = references[target[0].startswith(MUON)]
+    _, end = references[kind_of(target[0])]
     module, model, optimizer = make(target[0], seed=99)
     path, _ = ckpt.find(folder_of(root, source))
     checkpoint = ckpt.load(path)
@@ -96,7 +118,7 @@ def resume(source, target, root, references):
     held = ckpt.consolidate(optimizer)
     if held is not None and "codecs" not in target[0]:  # also what a codec has decoded
         assert_equal(held["state"], before["state"])
-    train(model, optimizer, rank=0, steps=STEPS, first=STEPS)
+    train_on(target[0], model, optimizer, first=STEPS)
     after = ckpt.model_state_dict(module, optimizer)
     if dist.get_rank() == 0:
         trained = {name for name in end if not name.startswith(("frozen", "unused"))}
@@ -109,11 +131,13 @@ def tolerance(place):
     mode, world_size = place
     if mode.endswith(("bfloat16", "codecs")):
         return 0.03
-    return (1e-5 if mode.startswith(MUON) else 1e-6) if world_size == 3 else 0.0
+    of_three = {"": 1e-6, MUON: 1e-5, CAST: 0.01}[kind_of(mode)]  # autocast makes a step of a rounded activation of rounding
+    return of_three if world_size == 3 else 0.0
 
 
 def check_pairs(pairs, root):
-    references = [of_kind for (of_kind,) in run_in_turn(1, *(partial(uninterrupted, kind) for kind in ("", MUON)))]
+    results = run_in_turn(1, *(partial(uninterrupted, kind) for kind in KINDS))
+    references = {kind: of_kind for kind, (of_kind,) in zip(KINDS, results, strict=True)}
     for world_size in WORLD_SIZES:
         modes = sorted({mode for (mode, size), _ in pairs if size == world_size})
         run_in_turn(world_size, partial(save, modes, str(root), references))
@@ -124,13 +148,13 @@ def check_pairs(pairs, root):
 
 
 def test_some(tmp_path):
-    for _, end in check_pairs(SOME, tmp_path):
+    for _, end in check_pairs(SOME, tmp_path).values():
         assert largest_difference(end, weights(make_toy(0))) > 0.01, "it has learned"
         assert all(tensor.dtype == torch.float32 for tensor in end.values())
 
 
 @pytest.mark.slow("all pairs of implementations and world sizes; test_some has some", seconds=67)
-@pytest.mark.parametrize("kind", ["", MUON])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", ALL_MODES)
 def test_all(target, kind, tmp_path):
     stop_living()  # the groups of writers stay until a process ends, and gloo's threads for them do not sleep

@@ -259,7 +259,7 @@ def print_table(rows: list[dict[str, Any]], divisor: float, unit: str) -> None:
 
 def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     """Print the table with its explanations and return its rows."""
-    by_size = {size: planner.rows(size) for size in sizes}
+    by_size = {size: [planner.figures(mode, choice, size) for choice, mode in planner.choices(size).items()] for size in sizes}
     rows, settings = list(itertools.chain(*by_size.values())), planner.settings
     divisor, unit = shown_in("bytes", 10 * max(row["parameters"] for row in rows))  # 0.1 GB is the least with two digits
     print(f"{description(planner)}; the rank with the most optimizer state")

@@ -57,7 +57,7 @@ class Setup:
 
     def workload(self, mode: Mode) -> Workload:
         """Return what a micro-step computes."""
-        dtype, checkpointing = "bfloat16" if mode.lowers_weights else self.dtype, self.activation_checkpointing
+        dtype, checkpointing = "bfloat16" if mode.flags.stored_dtype else self.dtype, self.activation_checkpointing
         how = checkpointing, mode.loss_chunk, self.compiled
         return Workload(self.config, self.batch_size, dtype, self.device.type, *how)
 

@@ -109,11 +109,10 @@ class _Rank:
         for param in self.model.parameters():
             self.live.count(param)
         cls, arguments = for_first_step(optimizer)
-        how: dict[str, Any] = {"options": flags, "registration_order": self.model.params, **arguments}
-        how["autocast"] = self.model.autocast
+        how: dict[str, Any] = {"registration_order": self.model.params, "autocast": self.model.autocast, **arguments}
         with self.live:
             comm = _SimulatedRank(place, flags)
-            self.optimizer = ShardedOptimizer(self.model.groups, cls, comm, elementwise=True, **how)  # as its builder said
+            self.optimizer = ShardedOptimizer(self.model.groups, cls, comm, elementwise=True, options=flags, **how)
             self.wrapper = ShardedDataParallel(self.model, self.optimizer, flags.shard_gradients)
         self.construction = self.live.peak
         self.largest_buckets = self._arrived = self._before = 0

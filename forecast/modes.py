@@ -35,10 +35,6 @@ class Mode:
         """Whether `zero.build` makes it. Of the others there is no prediction and no checkpoint."""
         return not self.simple and self.fully_shard is None
 
-    @property
-    def lowers_weights(self) -> bool:
-        return self.flags.stored_dtype is not None
-
 
 _PLAIN, _TORCH = Flags(use_zero1=False), Flags(zero1_impl="torch")
 _REMAINDER = Flags(param_dtype="bfloat16_remainder")

@@ -125,7 +125,7 @@ class Planner:
         accumulates = 1 < world_size < self.accumulation_steps(chosen.batch_size, world_size)
         modes: dict[Choice, str] = {}
         for name, mode in MODES.items():
-            if mode.planned and (accumulates or not mode.in_place) and (self.can_round_weights or not mode.lowers_weights):
+            if mode.planned and (accumulates or not mode.in_place) and (self.can_round_weights or not mode.flags.stored_dtype):
                 choice = replace(base, flags=self.acting(mode.flags, world_size), in_place=mode.in_place)
                 modes.setdefault(replace(choice, loss_chunk=chosen.loss_chunk or mode.loss_chunk), name)
         modes.setdefault(replace(base, activation_checkpointing=True), "checkpointing")
@@ -141,10 +141,6 @@ class Planner:
         flags = Flags(param_dtype=weights, shard_gradients=world_size > 1, state_dtype=SMALLEST)
         chosen = replace(chosen, flags=self.acting(flags, world_size), activation_checkpointing=True)
         return replace(chosen, loss_chunk=chosen.loss_chunk or LOSS_CHUNK)
-
-    def rows(self, world_size: int) -> list[dict[str, Any]]:
-        """Return the rows of `choices`."""
-        return [self.figures(mode, choice, world_size) for choice, mode in self.choices(world_size).items()]
 
     def figures(self, mode: str, choice: Choice, world_size: int) -> dict[str, Any]:
         """Return the row of a choice, in bytes and seconds."""

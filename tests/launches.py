@@ -93,7 +93,7 @@ def host_ms(name):
 
         return call
 
-    bucket_mb = XL_BUCKET_MB / (2 if mode.lowers_weights else 1)
+    bucket_mb = XL_BUCKET_MB / (2 if mode.flags.stored_dtype else 1)
     with simulated_world(8), mock.patch.object(Communicator, "is_on_cpu", return_value=False), ExitStack() as stack:
         for owner, function, phase in TIMED:
             stack.enter_context(mock.patch.object(owner, function, timed(getattr(owner, function), phase)))

@@ -115,7 +115,7 @@ def check_memory(rows, modes):
     for row in rows:
         if row["mode"] in PREDICTED:
             tolerance = (0.03 if row["point"] == "peak" else 0.02) * row["total"]
-            if TABLE[row["mode"]].lowers_weights and row["point"] in ("wrapping", "peak")[: 1 + (row["mode"] == "codecs")]:
+            if TABLE[row["mode"]].flags.stored_dtype and row["point"] in ("wrapping", "peak")[: 1 + (row["mode"] == "codecs")]:
                 tolerance += 1.2e6  # weights are rounded and summed up, and with both codecs updated, 131,072 at a time
             assert row["predicted"] == pytest.approx(row["total"], abs=tolerance), (row["mode"], row["point"])
         parts = ("parameters", "gradients", "state", "master", "buckets", "activations", "rest")

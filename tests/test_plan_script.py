@@ -184,7 +184,7 @@ def test_a_verdict_comes_first(planned):
 def test_no_batch_fits_where_saving_does_not():
     """On a CPU, a save in the background takes a copy: here more than training with batch size 1."""
     limited = planner(gpu_memory_gb=0.00045, batch_size=1, async_save=True)
-    row = next(row for row in limited.rows(8) if row["mode"] == "checkpointing")
+    row = next(limited.figures(mode, choice, 8) for choice, mode in limited.choices(8).items() if mode == "checkpointing")
     assert CPU_RESIDENT * row["peak"] < 0.45e6 < CPU_RESIDENT * row["saving"]
     assert (row["fits"], row["largest_batch"]) == ("no", 0)
 

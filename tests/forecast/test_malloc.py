@@ -36,7 +36,7 @@ SETUP = Setup(WIDE, 2, CPU, "float32", bucket_mb=1.0, grad_clip=1.0, activation_
 AUTOCAST = replace(SETUP, dtype="bfloat16")
 PLANNED = [name for name, mode in MODES.items() if mode.planned and not mode.in_place]
 GROUPS = {  # setup, and modes; bfloat16 weights need autocast
-    "float32": (SETUP, ["adamw_in_place", *(name for name in PLANNED if not MODES[name].lowers_weights)]),
+    "float32": (SETUP, ["adamw_in_place", *(name for name in PLANNED if not MODES[name].flags.stored_dtype)]),
     "autocast": (AUTOCAST, PLANNED),
     "autocast, many layers": (replace(AUTOCAST, config=DEEP), PLANNED),
     "autocast, checkpointing": (replace(AUTOCAST, activation_checkpointing=True), ["sharded"]),

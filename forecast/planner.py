@@ -216,7 +216,7 @@ class Planner:
     def activations(self, choice: Choice, world_size: int) -> Activations:
         """Return the activations of a micro-step."""
         weights = self.prediction(choice, world_size).plan.weights
-        dtype = self.dtype if weights == "autocast" or weights == "float32" else weights
+        dtype = self.dtype if weights in ("autocast", "float32") else weights
         how = choice.activation_checkpointing, choice.loss_chunk, self.settings["compile"]
         return predicted_activations(Workload(self.config, choice.batch_size, dtype, self.device_type, *how), weights)
 

@@ -130,10 +130,12 @@ class Communicator:
 
     def divide(self, gradient: torch.Tensor, place: torch.Tensor) -> None:
         """Write a gradient, divided by the number of ranks, to its place. If this has another dtype, it is computed in that."""
-        key = place.device, place.dtype
-        if gradient.dtype != place.dtype and key not in self._mean_factors:  # a tensor with a dimension counts for the dtype
-            self._mean_factors[key] = self._mean_factor.reshape(1).to(place)
-        torch.mul(gradient, self._mean_factor if gradient.dtype == place.dtype else self._mean_factors[key], out=place)
+        factor = self._mean_factor
+        if gradient.dtype != place.dtype:  # a factor with a dimension counts for the dtype of the product
+            if (key := (place.device, place.dtype)) not in self._mean_factors:
+                self._mean_factors[key] = factor.reshape(1).to(place)
+            factor = self._mean_factors[key]
+        torch.mul(gradient, factor, out=place)
 
     def reduce_scatter(self, bucket: torch.Tensor) -> ReduceScatterWork:
         """Start a reduce-scatter over the shard group: send the parts of each shard to the rank that owns it.

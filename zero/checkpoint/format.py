@@ -58,8 +58,8 @@ def load(path: str) -> dict[str, Any]:
     wrong += [] if "optimizer" not in held or _is_optimizer(held["optimizer"]) else ["optimizer"]
     if wrong:
         raise CheckpointError(f"{path} is no checkpoint of a model; wrong or missing keys: {', '.join(wrong)}")
-    if not (isinstance(held.get("format", FORMAT), int) and held.get("format", FORMAT) == FORMAT):
-        raise CheckpointError(f"{path} has format {held['format']}, this program reads {FORMAT}; use the one that wrote it")
+    if type(number := held.get("format", FORMAT)) is not int or number != FORMAT:
+        raise CheckpointError(f"{path} has format {number}, this program reads {FORMAT}; use the one that wrote it")
     if outlined(held):
         raise CheckpointError(f"{path} is a checkpoint without its tensors; convert shards with the program that wrote them")
     return held

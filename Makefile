@@ -25,8 +25,8 @@ MORE_AS_ON_GPU := $(patsubst %,tests/zero/test_%.py,hybrid muon codecs any_model
 INSTALLED := $(VENV)/installed
 CHECKED := test_gpt.py::test_ten_steps[2] test_hybrid.py::test_the_weights_are_those_of_adamw[2-1]
 CHECKED += test_muon.py::test_steps_are_those_of_torchs_optimizers[2] checkpoint/test_any_to_any.py::test_some
-CHECKED += checkpoint/test_kills.py::test_a_kill_inside_a_save_leaves_a_whole_file[True]
-CHECKED := $(addprefix tests/zero/,$(CHECKED)) tests/run/test_resume.py::test_the_end_of_a_run_is_saved_and_goes_on_bit_for_bit[2-flags0]
+CHECKED := $(addprefix tests/zero/,$(CHECKED)) tests/run/test_kills.py::test_a_kill_inside_a_save_leaves_a_whole_file[True]
+CHECKED += tests/run/test_resume.py::test_the_end_of_a_run_is_saved_and_goes_on_bit_for_bit[2-flags0]
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 ifneq ($(filter-out 0 1,$(GPUS)),)
 NPROC ?= $(GPUS)
@@ -57,7 +57,7 @@ test-all: $(INSTALLED) lint
 	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME) --as-on-gpu $(foreach test,$(AS_ON_GPU) $(MORE_AS_ON_GPU),"$(test)")
 
 test-kills: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow tests/zero/checkpoint/test_kills.py
+	$(BIN)/python -m pytest -m slow tests/run/test_kills.py
 
 bench-gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(PARTS)

@@ -13,12 +13,13 @@ import torch
 from distributed.ranks import on_rank_0, print0
 from distributed.signals import Action
 from distributed.watchdog import position
-from run import out_folder
+from run import checkpoint_folder, out_folder
+from run.checkpoint_folder import NAME, PREVIOUS, SaveReport
 from run.checkpoint_keys import load, load_to_train
+from run.checkpoint_writer import CheckpointWriter, DivergedError
 from run.logger import Logger
 from zero import checkpoint as ckpt
-from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport
-from zero.checkpoint.store import NAME, PREVIOUS
+from zero.checkpoint import CheckpointError
 from zero.host_comm import gather_objects, is_rank_0
 
 
@@ -48,7 +49,7 @@ def find_newest(folder: str) -> str:
     """
 
     def find() -> str:
-        path, warning = ckpt.find(folder, load)
+        path, warning = checkpoint_folder.find(folder)
         if warning:
             sys.stderr.write(f"WARNING: {warning}; using {path}, the previous checkpoint\n")
         return path
@@ -195,7 +196,7 @@ class Checkpoints:
         if not self.read_only and os.path.isdir(self.folder):
             self._take_lock()  # before reading: another run could replace the file
         try:
-            path, warning = ckpt.find(self.folder, load)
+            path, warning = checkpoint_folder.find(self.folder)
         except CheckpointError as error:
             runs = out_folder.earlier(self.folder)
             remedy = f"use --out_dir={runs[max(runs)]}" if runs else "check --out_dir"

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import TextIO
 
 from distributed.ranks import print0
+from run import checkpoint_folder
 from run.logger import FACTS, METRICS_FILE
-from zero.checkpoint import store
 
 NAME = "run.lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by network file systems without locks
@@ -77,7 +77,7 @@ def set_aside(folder: str, lock: TextIO) -> TextIO:
     Raises ValueError if the folder cannot be renamed, and so is as it was, or if another run has just taken its name.
     """
     path, runs = os.path.realpath(folder), earlier(folder)
-    checkpoints = store.names(path)
+    checkpoints = checkpoint_folder.names(path)
     if not checkpoints and not any(os.path.exists(os.path.join(path, name)) for name in (METRICS_FILE, FACTS)):
         return lock
     target = f"{path}.before-{max(runs, default=0) + 1}"
@@ -97,7 +97,7 @@ def set_aside(folder: str, lock: TextIO) -> TextIO:
         raise ValueError(
             f"out_dir={folder} holds another run, and cannot be renamed: {reason}; use another --out_dir"
         ) from error
-    resumes = store.NAME in checkpoints or store.PREVIOUS in checkpoints
+    resumes = checkpoint_folder.NAME in checkpoints or checkpoint_folder.PREVIOUS in checkpoints
     print0(
         f"note: out_dir={folder} held another run, which is now in {target}"
         f"{f'; to continue that run, use --init_from=resume --out_dir={target}' if resumes else ''}"

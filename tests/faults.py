@@ -190,7 +190,7 @@ def measure_every(iterations, fault=None, *args):
 
 
 def nan_while_it_saves():
-    @around("zero.checkpoint:CheckpointWriter.write")
+    @around("run.checkpoint_writer:CheckpointWriter.write")
     def write(original, writer, model, *args):
         weight = model.transformer.wte.weight.data
         before = weight.clone()

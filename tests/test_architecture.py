@@ -38,7 +38,7 @@ LAYERS = (
     ("build",),
 )
 TABLES = {"run", "run.metrics"}  # plain data, which the charts read as well
-WITH_FILES = {f"zero.checkpoint.{name}" for name in ("__main__", "archive", "files", "format", "store", "writer")}
+WITH_FILES = {f"zero.checkpoint.{name}" for name in ("__main__", "archive", "files", "format")}
 TOUCHES_FILES = {"glob", "io", "mmap", "os", "pathlib", "pickle", "shutil", "tempfile", "zipfile"}
 
 

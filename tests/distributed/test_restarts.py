@@ -76,7 +76,7 @@ def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_place(data, tmp_path):
     assert re.search(r"error: rank 1 has been at iteration \d+, data for \d+ s; rank 0 waits for the ", errors), errors
 
 
-saves_take = partial(faults.takes_longer, "zero.checkpoint.store:commit")  # seconds
+saves_take = partial(faults.takes_longer, "run.checkpoint_folder:commit")  # seconds
 
 
 def test_a_slow_disk_ends_nothing(data, tmp_path):

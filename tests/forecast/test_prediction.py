@@ -21,7 +21,8 @@ from forecast.modes import Mode
 from forecast.prediction import PURPOSES, Activations, Moment
 from forecast.run_memory import gpt_specs, planned_optimizer, predicted, predicted_activations
 from model import GPT, GPTConfig
-from zero.checkpoint import CheckpointWriter, store
+from run import checkpoint_folder
+from run.checkpoint_writer import CheckpointWriter
 from zero.codecs import BLOCK, Int8
 from zero.flags import Flags
 from zero.optimizer import ShardedOptimizer
@@ -212,7 +213,7 @@ SAVED = {  # one bucket of 6 MB: slices are large
 def saved(folder, background):
     """By case: the predicted peak while a checkpoint is written, and the real one. In the background, a step runs meanwhile."""
     prepare_process()
-    found, may_end, commit = {}, threading.Event(), store.commit
+    found, may_end, commit = {}, threading.Event(), checkpoint_folder.commit
 
     def waiting(*arguments):
         assert may_end.wait(60)
@@ -226,7 +227,7 @@ def saved(folder, background):
         profile.measure(can_save=False)
         contender = profile.contender
         writer = CheckpointWriter(folder, background=background)
-        with profile.live, mock.patch.object(store, "commit", waiting):
+        with profile.live, mock.patch.object(checkpoint_folder, "commit", waiting):
             profile.live.reset_peak()
             if not background:
                 may_end.set()

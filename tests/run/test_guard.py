@@ -16,6 +16,7 @@ from scripts import FEW, SETTINGS, run, train
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from toy import MODES, assert_equal, batch, build_toy, make_toy, weights
 
+from run.checkpoint_folder import find
 from run.guard import Guard
 from zero import ShardedGradScaler
 from zero import checkpoint as ckpt
@@ -206,7 +207,7 @@ def test_a_run_that_diverges_keeps_its_checkpoint(data, tmp_path, learning_rate,
     assert re.match(r"# Report: failed before iteration \d+, see the last warning\n", card)
     assert re.search(r"\| warnings \| .*the last one: Loss or gradients not finite: at iteration \d+: ", card)
     assert "--init_from=resume goes on from there" in process.stderr
-    checkpoint = ckpt.load(ckpt.find(str(tmp_path))[0])
+    checkpoint = ckpt.load(find(str(tmp_path))[0])
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
     again = ["--init_from=resume", "--lr_decay_iters=2000", f"--max_iters={checkpoint['iter_num'] + 4}"]
     losses, _, _ = train(tmp_path, data, *flags, *again, ranks=ranks)

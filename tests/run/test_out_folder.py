@@ -15,9 +15,9 @@ import torch
 from scripts import FEW, SETTINGS, run, torch_load, train
 
 import dashboard
+from run.checkpoint_writer import CheckpointWriter
 from run.checkpoints import Checkpoints
 from run.out_folder import earlier, is_held, set_aside, take
-from zero.checkpoint import CheckpointWriter
 from zero.checkpoint.__main__ import main
 
 

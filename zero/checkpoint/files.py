@@ -2,9 +2,8 @@
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from zero.checkpoint.state import CheckpointError
 
@@ -50,17 +49,3 @@ def atomic_write(path: str) -> Iterator[str]:
     finally:
         if os.path.lexists(temporary):
             os.remove(temporary)
-
-
-def link_or_copy(path: str, other: str, link: bool = False) -> None:
-    """Copy a file to another name and replace any file there. With `link`, make a hard link instead, if possible."""
-    with atomic_write(other) as temporary:
-        if os.path.lexists(temporary):
-            os.remove(temporary)  # it may be a hard link to a checkpoint
-        if link:
-            with suppress(OSError):
-                os.link(path, temporary)
-        if not os.path.lexists(temporary):
-            shutil.copyfile(path, temporary)
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())

@@ -17,7 +17,6 @@ from zero.host_comm import broadcast_object, cpu_group, gather_objects
 NAME = "ckpt.pt"  # of the newest checkpoint of a folder
 FORMAT = 1  # version of the keys that are added to nanoGPT's six
 EXTRA_STATE = "_extra_state"  # same as in torch.nn.modules.module
-Load = Callable[[str], dict[str, Any]]  # `load`, or that of a program, which may refuse more
 
 
 def is_plain(value: Any) -> bool:
@@ -65,19 +64,15 @@ def load(path: str) -> dict[str, Any]:
     return held
 
 
-def verify(path: str, load: Load = load) -> None:
-    """Read every byte of a checkpoint and compare the checksums.
-
-    Raises CheckpointError if the file is missing, corrupt, or not a checkpoint that `load` reads.
-    """
+def verify(path: str) -> None:
+    """Read every byte of a checkpoint and compare the checksums. Raises CheckpointError if it is missing or damaged."""
     with reading(path), zipfile.ZipFile(path) as archive:
         if bad := archive.testzip():
             raise ValueError(f"the checksum of its entry {bad} does not match")
-    load(path)
 
 
-def load_on_all_ranks(path: str, load: Load = load) -> dict[str, Any]:
-    """Load a checkpoint by `load`: every rank reads it. Needs to be called on all ranks.
+def load_on_all_ranks(path: str, load: Callable[[str], dict[str, Any]] = load) -> dict[str, Any]:
+    """Load a checkpoint: every rank reads it. Needs to be called on all ranks. A `load` of a program may refuse more.
 
     Raises CheckpointError on all ranks, if one cannot read the file, or sees another one than rank 0. An equal copy is fine.
     """

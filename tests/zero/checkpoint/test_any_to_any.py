@@ -9,10 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from contents import VALUES
+from checkpoints import VALUES
 from ranks import run_in_turn, stop_living
 from toy import MODES, assert_equal, build_toy, largest_difference, make_toy, toy_loss, train, weights
 
+from run.checkpoint_folder import find
+from run.checkpoint_writer import CheckpointWriter
 from zero import checkpoint as ckpt
 from zero import host_comm
 from zero.flags import Flags
@@ -95,7 +97,7 @@ def save(modes, root, references):
         train_on(place[0], model, optimizer, first=0)
         folder = folder_of(root, place)
         os.makedirs(folder, exist_ok=True)
-        writer = ckpt.CheckpointWriter(folder, background=dist.get_world_size() % 2 == 0)
+        writer = CheckpointWriter(folder, background=dist.get_world_size() % 2 == 0)
         writer.write(module, optimizer, VALUES)
         writer.wait()
         assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
@@ -109,7 +111,7 @@ def resume(source, target, root, references):
     """The weights of rank 0 after a checkpoint has gone on here, in full precision."""
     _, end = references[kind_of(target[0])]
     module, model, optimizer = make(target[0], seed=99)
-    path, _ = ckpt.find(folder_of(root, source))
+    path, _ = find(folder_of(root, source))
     checkpoint = ckpt.load(path)
     module.load_state_dict(checkpoint["model"])
     before = copy.deepcopy(checkpoint["optimizer"])

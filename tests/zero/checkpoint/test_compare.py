@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from contents import CHECKPOINT
+from checkpoints import CHECKPOINT
 
 from zero.checkpoint.__main__ import main
 

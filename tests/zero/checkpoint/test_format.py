@@ -8,11 +8,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from contents import CHECKPOINT, Hostile, save_alone
+from checkpoints import CHECKPOINT, Hostile, save_alone
 from ranks import run_in_turn
 from toy import assert_equal
 
 from model import GPT, GPTConfig
+from run.checkpoint_folder import find
 from run.checkpoint_keys import load, load_to_train
 from zero import checkpoint as ckpt
 from zero.checkpoint import format
@@ -34,7 +35,7 @@ def gpt_checkpoint(**sizes):
 
 def resume(folder):
     """What train.py does with a checkpoint, as far as the file is concerned, and a step."""
-    checkpoint = load_to_train(ckpt.find(folder)[0])
+    checkpoint = load_to_train(find(folder)[0])
     model = GPT.from_checkpoint(checkpoint)
     optimizer = torch.optim.AdamW(model.param_groups(0.1), fused=True)
     ckpt.restore(optimizer, checkpoint["optimizer"])

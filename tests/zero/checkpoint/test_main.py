@@ -4,11 +4,11 @@ import re
 
 import pytest
 import torch
-from contents import CHECKPOINT, numbered
+from checkpoints import CHECKPOINT, numbered
 from scripts import run
 
+from run.checkpoint_folder import commit
 from zero.checkpoint.__main__ import main
-from zero.checkpoint.store import commit
 
 
 def test_inspect(tmp_path, capsys):

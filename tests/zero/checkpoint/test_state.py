@@ -9,11 +9,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from contents import VALUES
+from checkpoints import VALUES
 from ranks import run_in_turn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from toy import assert_equal, batch, largest_difference, make_toy, of_rank_0, sharded_toy, train, weights
 
+from run.checkpoint_folder import SaveReport
+from run.checkpoint_writer import CheckpointWriter
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.checkpoint.state import snapshot
@@ -85,13 +87,13 @@ def odd_models(folder):
         model(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
         optimizer.set_parameter(module.weight, module.weight.clamp(-0.1, 0.1))
-        writer = ckpt.CheckpointWriter(folder, background=background)
+        writer = CheckpointWriter(folder, background=background)
         whole = ckpt.model_state_dict(module, optimizer)
         writer.write(module, optimizer, VALUES)
         writer.wait()
         if dist.get_rank() == 0:
             assert type(whole["_extra_state"]) is OrderedDict
-            assert [type(outcome) for outcome in writer.outcomes()] == [ckpt.SaveReport]
+            assert [type(outcome) for outcome in writer.outcomes()] == [SaveReport]
             saved = ckpt.load(f"{folder}/ckpt.pt")["model"]
             assert saved["weight"].abs().max() <= 0.1001
             assert saved["_extra_state"] == module.extra
@@ -108,7 +110,7 @@ def weights_that_freeze_and_thaw(folder):
         optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, param_dtype="bfloat16", lr=0.1)
         ShardedDataParallel(module, optimizer)
         module[1].requires_grad_(not requires_grad)
-        ckpt.CheckpointWriter(folder).write(module, optimizer, VALUES)
+        CheckpointWriter(folder).write(module, optimizer, VALUES)
         saved = ckpt.load(f"{folder}/ckpt.pt")["model"]
         assert saved.keys() == module.state_dict().keys()
         for name, value in module.state_dict().items():
@@ -214,7 +216,7 @@ def there_and_back(kwargs, folder):
     state = of_rank_0(ckpt.consolidate(optimizer))
     assert_equal(state, expected)
     os.makedirs(folder, exist_ok=True)
-    ckpt.CheckpointWriter(folder).write(model, optimizer, VALUES)
+    CheckpointWriter(folder).write(model, optimizer, VALUES)
     saved = ckpt.load(f"{folder}/ckpt.pt")
     if dist.get_rank() == 0:
         assert_equal(saved["optimizer"], expected)
@@ -340,7 +342,7 @@ def any_strides(optimizer_cls, folder):
         assert_equal(restored["state"], whole["state"])
     ckpt.restore(reference, state)
     assert strides_of(reference.state_dict()) == expected
-    ckpt.CheckpointWriter(folder).write(module, optimizer, VALUES)
+    CheckpointWriter(folder).write(module, optimizer, VALUES)
     read = ckpt.load(f"{folder}/ckpt.pt")
     assert {name: held.stride() for name, held in read["model"].items()} == strides_of_model
     ckpt.restore(again, read["optimizer"])

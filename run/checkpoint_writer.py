@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero.checkpoint import store
+from run import checkpoint_folder
+from run.checkpoint_folder import SaveReport
 from zero.checkpoint.state import Part, Snapshot, snapshot
-from zero.checkpoint.store import SaveReport
 from zero.host_comm import LONG_TIMEOUT, gather_objects, is_rank_0, on_all_ranks
 
 
@@ -47,7 +47,7 @@ class CheckpointWriter:
         self._pending: Future[None] | None = None
         self._outcomes: deque[SaveReport | OSError | DivergedError] = deque()
         if sweep and is_rank_0():
-            store.sweep(folder)
+            checkpoint_folder.sweep(folder)
 
     def write(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `outcomes` reports whether this succeeded. Needs to be called on all ranks.
@@ -81,12 +81,12 @@ class CheckpointWriter:
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def _stream(self, checkpoint: dict[str, Any] | None, state: Snapshot, params: set[str], consolidate_s: float) -> None:
-        """Write the state as it arrives, see `store.commit`, unless a weight is not finite. Needs to be called on all ranks."""
+        """Let rank 0 commit the state as it arrives, unless a weight is not finite. Needs to be called on all ranks."""
         try:
             self._check_finite([part for part in state.own if part.name in params])
             with state.arriving() as pieces:
                 if checkpoint is not None:
-                    report = store.commit(checkpoint, self.folder, self.keep, not self.newest_is_corrupt, pieces)
+                    report = checkpoint_folder.commit(checkpoint, self.folder, self.keep, not self.newest_is_corrupt, pieces)
                     self.newest_is_corrupt = False
                     self._outcomes.append(report._replace(consolidate_s=consolidate_s))
         except (OSError, DivergedError) as error:

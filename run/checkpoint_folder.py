@@ -1,14 +1,23 @@
-"""A folder of checkpoints: the newest, the previous one, and those kept by iteration."""
+"""A folder of checkpoints. At every moment, the newest file is complete, either the new checkpoint or the previous one.
+
+ckpt.pt             the newest checkpoint
+ckpt_prev.pt        the previous checkpoint, which is used if the newest is damaged
+ckpt_<iter>.pt      the last checkpoints by iteration, if requested
+ckpt*.pt.tmp        a file that is being written. The next start removes what a killed process has left.
+"""
 
 import glob
 import os
 import re
+import shutil
 import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+from run.checkpoint_keys import load
 from zero.checkpoint.archive import Pieces, write_archive
-from zero.checkpoint.files import atomic_write, link_or_copy
-from zero.checkpoint.format import FORMAT, NAME, Load, is_plain, load, verify
+from zero.checkpoint.files import atomic_write
+from zero.checkpoint.format import FORMAT, NAME, is_plain, verify
 from zero.checkpoint.state import CheckpointError
 
 PREVIOUS = "ckpt_prev.pt"
@@ -47,7 +56,7 @@ def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool 
     with atomic_write(path) as temporary:
         write_archive({**checkpoint, "format": FORMAT}, temporary, pieces)
         if rotate and os.path.exists(path):
-            link_or_copy(path, os.path.join(folder, PREVIOUS), link=True)  # `path` becomes a new file, so a link is enough
+            _link_or_copy(path, os.path.join(folder, PREVIOUS), link=True)  # `path` becomes a new file, so a link is enough
     iteration, write_s = checkpoint["iter_num"], time.perf_counter() - begin
     return SaveReport(iteration, os.path.getsize(path), write_s, warning=_keep(path, keep, iteration) if keep else None)
 
@@ -58,8 +67,8 @@ def sweep(folder: str) -> None:
         os.remove(leftover)
 
 
-def find(folder: str, load: Load = load) -> tuple[str, str | None]:
-    """Return the newest checkpoint of a folder that `load` reads, and what is wrong with a newer one, or None.
+def find(folder: str) -> tuple[str, str | None]:
+    """Return the newest checkpoint of a folder that can be sampled from, and what is wrong with a newer one, or None.
 
     Reads every byte. Call it on one process only. Raises CheckpointError if all are corrupt, or there is none.
     """
@@ -67,7 +76,8 @@ def find(folder: str, load: Load = load) -> tuple[str, str | None]:
     for name in (NAME, PREVIOUS):
         path = os.path.join(folder, name)
         try:
-            verify(path, load)
+            verify(path)
+            load(path)
             return path, "; ".join(warnings) or None
         except CheckpointError as error:
             if name == NAME or os.path.exists(path):
@@ -89,7 +99,7 @@ def _keep(path: str, count: int, iteration: int) -> str | None:
     folder = os.path.dirname(path)
     try:
         # a copy, not a hard link: a program that overwrites `path` in place does not change it
-        link_or_copy(path, os.path.join(folder, _BY_ITERATION.format(iteration)))
+        _link_or_copy(path, os.path.join(folder, _BY_ITERATION.format(iteration)))
         names = [match for file in _glob(folder, "ckpt_*.pt") if (match := _KEPT.fullmatch(os.path.basename(file)))]
         # ignore later iterations: a run that was resumed from an earlier iteration has not reached them yet
         so_far = sorted((int(name[1]), name[0]) for name in names if int(name[1]) <= iteration)
@@ -98,6 +108,20 @@ def _keep(path: str, count: int, iteration: int) -> str | None:
     except OSError as error:
         return f"{path} is written, but old files could not be copied or removed: {error}"
     return None
+
+
+def _link_or_copy(path: str, other: str, link: bool = False) -> None:
+    """Copy a file to another name and replace any file there. With `link`, make a hard link instead, if possible."""
+    with atomic_write(other) as temporary:
+        if os.path.lexists(temporary):
+            os.remove(temporary)  # it may be a hard link to a checkpoint
+        if link:
+            with suppress(OSError):
+                os.link(path, temporary)
+        if not os.path.lexists(temporary):
+            shutil.copyfile(path, temporary)
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
 
 
 def _glob(folder: str, pattern: str) -> list[str]:

@@ -5,6 +5,7 @@ import os
 import torch
 from toy import assert_equal, make_toy, train
 
+from run.checkpoint_writer import CheckpointWriter
 from zero import checkpoint as ckpt
 
 CHECKPOINT = {
@@ -47,7 +48,7 @@ def save_alone(folder, *at, **writer):
         model = make_toy()
         optimizer = torch.optim.AdamW(model.param_groups(), lr=0.01)
         train(model, optimizer, rank=0, steps=1, first=iteration, decay_lr=False)
-        own = ckpt.CheckpointWriter(str(folder), **writer)
+        own = CheckpointWriter(str(folder), **writer)
         own.write(model, optimizer, {**VALUES, "iter_num": iteration})
     return model, optimizer
 

@@ -1,4 +1,4 @@
-"""zero/checkpoint/store.py: what a folder keeps, finds and loads; files.py: a file is whole or not there."""
+"""run/checkpoint_folder.py: what a folder keeps, finds and loads; files.py: a file is whole or not there."""
 
 import os
 import random
@@ -7,13 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-from contents import CHECKPOINT, VALUES, Hostile, damaged, numbered, save_alone
+from checkpoints import CHECKPOINT, VALUES, Hostile, damaged, numbered, save_alone
 from toy import assert_equal, make_toy
 
+from run.checkpoint_folder import commit, find
 from run.checkpoint_keys import load
+from run.checkpoint_writer import CheckpointWriter
 from zero import checkpoint as ckpt
 from zero.checkpoint.files import corruption_message
-from zero.checkpoint.store import commit
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -29,7 +30,7 @@ def test_the_file_before_is_kept_and_so_are_the_last_few(tmp_path, monkeypatch, 
     assert sorted(os.listdir(tmp_path)) == files
     assert ckpt.load(tmp_path / "ckpt.pt")["iter_num"] == 4
     assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 30
-    assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
+    assert find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
 
 
 def test_the_last_few_are_those_of_the_largest_iterations(tmp_path):
@@ -61,10 +62,10 @@ def test_what_overwrites_the_newest_file_in_place_leaves_the_kept_ones(tmp_path)
 
 def test_a_missing_file_is_mentioned(tmp_path):
     with pytest.raises(ckpt.CheckpointError, match=r"there is no checkpoint .*ckpt\.pt$"):
-        ckpt.find(str(tmp_path))
+        find(str(tmp_path))
     commit(numbered(1), str(tmp_path))
     os.rename(tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt")
-    path, warning = ckpt.find(str(tmp_path))
+    path, warning = find(str(tmp_path))
     assert path == str(tmp_path / "ckpt_prev.pt")
     assert warning == f"there is no checkpoint {tmp_path / 'ckpt.pt'}"
 
@@ -104,7 +105,7 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
         count += 1
         for place in (folder, alone):
             (place / "ckpt.pt").write_bytes(contents)
-        path, warning = ckpt.find(str(folder), load)
+        path, warning = find(str(folder))
         checkpoint = load(path)
         for key in ("model", "optimizer"):
             assert_equal(checkpoint[key], CHECKPOINT[key], f"{name}: {key}")
@@ -116,7 +117,7 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
         assert checkpoint["iter_num"] == 1
         assert str(folder / "ckpt.pt") in warning
         with pytest.raises(ckpt.CheckpointError, match=r"ckpt\.pt") as caught:
-            ckpt.find(str(alone), load)
+            find(str(alone))
         assert "\n" not in str(caught.value)
     assert count == 196
     assert unharmed < 25, "damage in the padding only"
@@ -126,7 +127,7 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
 def test_what_went_wrong_afterwards_is_told_but_the_checkpoint_is_written(tmp_path, monkeypatch):
     save_alone(tmp_path, 1, 2, keep=2)
     monkeypatch.setattr(os, "remove", mock.Mock(side_effect=PermissionError("it cannot be removed")))
-    writer = ckpt.CheckpointWriter(str(tmp_path), keep=1)
+    writer = CheckpointWriter(str(tmp_path), keep=1)
     model = make_toy()
     writer.write(model, torch.optim.AdamW(model.param_groups()), {**VALUES, "iter_num": 3})
     [outcome] = writer.outcomes()

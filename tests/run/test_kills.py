@@ -13,9 +13,11 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from contents import VALUES, restore, write
+from checkpoints import VALUES, restore, write
 from toy import batch, build_toy, make_toy
 
+from run.checkpoint_folder import find
+from run.checkpoint_writer import CheckpointWriter
 from zero import checkpoint as ckpt
 
 STEPS, WORLD_SIZE, KILLS = 16, 2, 5
@@ -27,10 +29,10 @@ def train_rank(rank, meeting, folder, muon, started):
     model, optimizer = build_toy("sharded", muon=muon)
     first = 0
     if os.path.exists(f"{folder}/ckpt.pt"):
-        checkpoint = restore(optimizer, ckpt.find(folder)[0])
+        checkpoint = restore(optimizer, find(folder)[0])
         model.module.load_state_dict(checkpoint["model"])
         first = checkpoint["iter_num"]
-    writer = ckpt.CheckpointWriter(folder, keep=2, background=True)
+    writer = CheckpointWriter(folder, keep=2, background=True)
     dist.barrier()
     started.set()
     with open(f"{folder}/losses{rank}", "a", buffering=1) as losses:
@@ -138,7 +140,7 @@ def test_killed_and_resumed(tmp_path, trials, muon):
 
 def save_without_end(folder, background, iteration, ready):
     """`ready` after two of them."""
-    writer, first = ckpt.CheckpointWriter(folder, keep=2, background=background), iteration + 1
+    writer, first = CheckpointWriter(folder, keep=2, background=background), iteration + 1
     while True:
         iteration += 1
         write(writer, iteration, numel=200_000)
@@ -159,7 +161,7 @@ def test_a_kill_inside_a_save_leaves_a_whole_file(tmp_path, background):
         time.sleep(rng.random() * 0.1)
         process.kill()
         process.join()
-        path, warning = ckpt.find(str(tmp_path))
+        path, warning = find(str(tmp_path))
         assert warning is None
         checkpoint = ckpt.load(path)
         assert checkpoint["iter_num"] >= iteration

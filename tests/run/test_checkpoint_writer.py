@@ -1,4 +1,4 @@
-"""zero/checkpoint/writer.py: a save is whole or not there, on all ranks, also in the background, and is reported."""
+"""run/checkpoint_writer.py: a save is whole or not there, on all ranks, also in the background, and is reported."""
 
 import os
 import resource
@@ -9,14 +9,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from contents import VALUES, write
+from checkpoints import VALUES, write
 from ranks import run_in_turn
 from toy import build_toy, train
 
 from forecast.live_bytes import LiveBytes
+from run import checkpoint_folder
+from run.checkpoint_folder import find
+from run.checkpoint_writer import CheckpointWriter, DivergedError
 from zero import ShardedOptimizer, host_comm
 from zero import checkpoint as ckpt
-from zero.checkpoint import store
 from zero.codecs import Encoded
 from zero.flags import Flags
 
@@ -35,7 +37,7 @@ def test_nothing_counts_before_it_is_on_the_disk(tmp_path, monkeypatch):
 
     for call in (os.fsync, os.rename, os.replace):
         note(call)
-    write(ckpt.CheckpointWriter(str(tmp_path)), 7)
+    write(CheckpointWriter(str(tmp_path)), 7)
     assert steps == [("fsync", "ckpt.pt.tmp"), ("replace", "ckpt.pt.tmp", "ckpt.pt"), ("fsync", ".")]
 
 
@@ -46,7 +48,7 @@ def test_an_error_that_is_not_the_disks_is_not_swallowed(tmp_path, background, k
         def __reduce__(self):
             raise kind("a mistake in the program")
 
-    writer = ckpt.CheckpointWriter(str(tmp_path), background=background)
+    writer = CheckpointWriter(str(tmp_path), background=background)
     with pytest.raises(kind, match="a mistake in the program"):  # noqa: PT012 - in the background wait() raises it
         write(writer, 1, config=Unpicklable())
         writer.wait()
@@ -55,7 +57,7 @@ def test_an_error_that_is_not_the_disks_is_not_swallowed(tmp_path, background, k
 
 def test_in_the_background_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
     running, most, may_end = [], [], threading.Event()
-    commit = store.commit
+    commit = checkpoint_folder.commit
 
     def slow(checkpoint, *args):
         running.append(checkpoint["iter_num"])
@@ -65,8 +67,8 @@ def test_in_the_background_a_second_save_waits_for_the_first(tmp_path, monkeypat
         running.remove(checkpoint["iter_num"])
         return report
 
-    monkeypatch.setattr(store, "commit", slow)
-    writer = ckpt.CheckpointWriter(str(tmp_path), background=True)
+    monkeypatch.setattr(checkpoint_folder, "commit", slow)
+    writer = CheckpointWriter(str(tmp_path), background=True)
     write(writer, 1)
     assert not writer.outcomes(), "it returns at once"
     threading.Timer(0.1, may_end.set).start()
@@ -74,13 +76,13 @@ def test_in_the_background_a_second_save_waits_for_the_first(tmp_path, monkeypat
     writer.wait()
     assert most == [1, 1]
     assert [outcome.iter_num for outcome in writer.outcomes()] == [1, 2]
-    assert ckpt.find(str(tmp_path))[0].endswith("ckpt.pt")
+    assert find(str(tmp_path))[0].endswith("ckpt.pt")
 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_weights_that_are_not_finite_take_no_ones_place(tmp_path, background, value):
-    writer = ckpt.CheckpointWriter(str(tmp_path), keep=3, background=background)
+    writer = CheckpointWriter(str(tmp_path), keep=3, background=background)
     write(writer, 1)
     writer.wait()
     before = sorted(os.listdir(tmp_path))
@@ -88,38 +90,38 @@ def test_weights_that_are_not_finite_take_no_ones_place(tmp_path, background, va
     writer.wait()
     written, refused = writer.outcomes()
     assert written.iter_num == 1
-    assert isinstance(refused, ckpt.DivergedError)
+    assert isinstance(refused, DivergedError)
     assert str(refused) == "weight is not finite"
     assert sorted(os.listdir(tmp_path)) == before
-    assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
+    assert find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
     write(writer, 2)
     writer.wait()
     assert [outcome.iter_num for outcome in writer.outcomes()] == [2]
 
 
 def test_a_damaged_file_never_takes_the_place_of_the_one_before(tmp_path):
-    writer = ckpt.CheckpointWriter(str(tmp_path))
+    writer = CheckpointWriter(str(tmp_path))
     write(writer, 1)
     write(writer, 2)
     (tmp_path / "ckpt.pt").write_bytes(b"damaged")
-    assert ckpt.find(str(tmp_path))[1] is not None
-    writer = ckpt.CheckpointWriter(str(tmp_path), newest_is_corrupt=True)
+    assert find(str(tmp_path))[1] is not None
+    writer = CheckpointWriter(str(tmp_path), newest_is_corrupt=True)
     with mock.patch("os.replace", side_effect=OSError("as if killed here")):
         write(writer, 3)
-    assert ckpt.load(ckpt.find(str(tmp_path))[0])["iter_num"] == 1
+    assert ckpt.load(find(str(tmp_path))[0])["iter_num"] == 1
     write(writer, 3)
     assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 1
     write(writer, 4)
     assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 3
-    assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
+    assert find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
 
 
 def test_what_a_killed_process_left_is_swept_by_a_writer_that_may(tmp_path):
     for file in ("ckpt.pt.tmp", "other.tmp"):
         (tmp_path / file).touch()
-    ckpt.CheckpointWriter(str(tmp_path), sweep=False)
+    CheckpointWriter(str(tmp_path), sweep=False)
     assert len(os.listdir(tmp_path)) == 2
-    ckpt.CheckpointWriter(str(tmp_path))
+    CheckpointWriter(str(tmp_path))
     assert os.listdir(tmp_path) == ["other.tmp"]
 
 
@@ -128,7 +130,7 @@ def save_to_a_full_disk(folder, background):
     os.makedirs(folder, exist_ok=True)
     model, optimizer = build_toy("sharded")
     train(model, optimizer, rank=0, steps=1)
-    writer = ckpt.CheckpointWriter(folder, background=background)
+    writer = CheckpointWriter(folder, background=background)
     writer.write(model.module, optimizer, VALUES)
     writer.wait()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -140,7 +142,7 @@ def save_to_a_full_disk(folder, background):
     if dist.get_rank() == 0:
         assert [str(outcome) for outcome in writer.outcomes()[1:]] == ["[Errno 27] File too large"] * 3
         assert os.listdir(folder) == ["ckpt.pt"], "what was begun is gone"
-        assert ckpt.load(ckpt.find(folder)[0])["iter_num"] == 4
+        assert ckpt.load(find(folder)[0])["iter_num"] == 4
     writer.write(model.module, optimizer, {**VALUES, "iter_num": 9})
     writer.wait()
     assert dist.get_rank() or [outcome.iter_num for outcome in writer.outcomes()] == [9]
@@ -167,7 +169,7 @@ def what_is_in_memory(folder):
         optimizer.zero_grad()
         before = live.now
         with mock.patch.object(dist, "recv", note), mock.patch.object(host_comm, "MESSAGE_BYTES", 1000):
-            ckpt.CheckpointWriter(folder).write(model, optimizer, VALUES)
+            CheckpointWriter(folder).write(model, optimizer, VALUES)
     assert (len(alive) > 5000) == (dist.get_rank() == 0)
     assert max(alive, default=0) < 10_000, "of 24 MB"
 
@@ -179,14 +181,14 @@ def test_no_rank_holds_the_whole(tmp_path):
 def save_where_one_rank_has_diverged(folder):
     """What each rank refused: rank 1 alone sees the nan, in the last of its masters."""
     model, optimizer = build_toy(Flags(param_dtype="bfloat16"))
-    writer = ckpt.CheckpointWriter(folder, background=True)
+    writer = CheckpointWriter(folder, background=True)
     for diverged in (False, True):
         if diverged and dist.get_rank() == 1:
             with torch.no_grad():
                 optimizer.placed.owned[-1].local.fill_(float("nan"))
         writer.write(model.module, optimizer, VALUES)
         writer.wait()
-    return [str(outcome) for outcome in writer.outcomes() if isinstance(outcome, ckpt.DivergedError)]
+    return [str(outcome) for outcome in writer.outcomes() if isinstance(outcome, DivergedError)]
 
 
 def a_part_that_cannot_be_read(folder):
@@ -197,7 +199,7 @@ def a_part_that_cannot_be_read(folder):
         param.grad = torch.ones_like(param)
     optimizer.step()
     for background in (False, True):
-        writer = ckpt.CheckpointWriter(folder, background=background)
+        writer = CheckpointWriter(folder, background=background)
         writer.write(module, optimizer, VALUES)
         writer.wait()
         before = os.stat(f"{folder}/ckpt.pt")
@@ -221,4 +223,4 @@ def test_what_one_rank_finds_not_to_be_finite_all_refuse(tmp_path):
     assert on_0 == on_1
     assert message.endswith(" is not finite")
     assert os.listdir(tmp_path) == ["ckpt.pt"], "nothing was begun"
-    assert all(tensor.isfinite().all() for tensor in ckpt.load(ckpt.find(str(tmp_path))[0])["model"].values())
+    assert all(tensor.isfinite().all() for tensor in ckpt.load(find(str(tmp_path))[0])["model"].values())

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from zero import ShardedDataParallel, ShardedOptimizer
+from zero import ShardedDataParallel, ShardedOptimizer, checkpoint
 
 dist.init_process_group()
 if torch.cuda.is_available():
@@ -15,7 +15,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).to(device)
 optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)  # all ranks get the weights of rank 0
 ddp = ShardedDataParallel(model, optimizer)  # in place of DistributedDataParallel
-saved = torch.load("state.pt", mmap=True, weights_only=True) if os.path.exists("state.pt") else {"step": 0}
+saved = checkpoint.load("state.pt") if os.path.exists("state.pt") else {"step": 0}
 if saved["step"]:
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])  # on all ranks: each takes its part
@@ -28,9 +28,7 @@ for step in range(saved["step"], saved["step"] + 10):
     norm = optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
-optimizer.consolidate_state_dict()  # on all ranks
 if dist.get_rank() == 0:
     print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.item():.4f}")
-    torch.save({"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, "state.new")
-    os.replace("state.new", "state.pt")  # which is always complete
+checkpoint.save("state.pt", model, optimizer, step=step + 1)  # on all ranks; the file is always complete
 dist.destroy_process_group()

@@ -15,12 +15,13 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from run.checkpoint_keys import load
-from zero.checkpoint.archive import Pieces, write_archive
+from zero.checkpoint.archive import Pieces
 from zero.checkpoint.files import atomic_write
-from zero.checkpoint.format import FORMAT, NAME, is_plain, verify
+from zero.checkpoint.format import NAME, verify, write
 from zero.checkpoint.state import CheckpointError
 
 PREVIOUS = "ckpt_prev.pt"
+NEWEST = NAME, PREVIOUS  # from which a run can resume
 _BY_ITERATION = "ckpt_{:08d}.pt"
 _KEPT = re.compile(r"ckpt_(\d{8,})\.pt")  # apart from temporary files, only names that match this are removed
 
@@ -46,15 +47,13 @@ def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool 
         rotate: False if the old file is corrupt and must not replace `ckpt_prev.pt`.
         pieces: of the tensors of `checkpoint` that are on the meta device.
 
-    Raises OSError if the disk is full or cannot be written to; ValueError if the model has more than tensors and plain values.
-    The old files are unchanged then.
+    Raises OSError if the disk is full or cannot be written to; ValueError as `zero.checkpoint.format.write` does. The old files
+    are unchanged then.
     """
-    if odd := [name for name, value in checkpoint["model"].items() if not is_plain(value)]:
-        raise ValueError(f"{odd[0]} is more than tensors and plain values, so the checkpoint could not be read; change it")
     begin = time.perf_counter()
     path = os.path.join(folder, NAME)
     with atomic_write(path) as temporary:
-        write_archive({**checkpoint, "format": FORMAT}, temporary, pieces)
+        write(checkpoint, temporary, pieces)
         if rotate and os.path.exists(path):
             _link_or_copy(path, os.path.join(folder, PREVIOUS), link=True)  # `path` becomes a new file, so a link is enough
     iteration, write_s = checkpoint["iter_num"], time.perf_counter() - begin
@@ -68,12 +67,12 @@ def sweep(folder: str) -> None:
 
 
 def find(folder: str) -> tuple[str, str | None]:
-    """Return the newest checkpoint of a folder that can be sampled from, and what is wrong with a newer one, or None.
+    """Return the newest checkpoint of a folder that `checkpoint_keys.load` reads, and what is wrong with a newer one, or None.
 
-    Reads every byte. Call it on one process only. Raises CheckpointError if all are corrupt, or there is none.
+    Reads every byte. Call it on one process only. Raises CheckpointError if there is none.
     """
     warnings: list[str] = []
-    for name in (NAME, PREVIOUS):
+    for name in NEWEST:
         path = os.path.join(folder, name)
         try:
             verify(path)
@@ -87,7 +86,7 @@ def find(folder: str) -> tuple[str, str | None]:
 
 def names(folder: str) -> list[str]:
     """Return the names of all checkpoints of a folder, `ckpt.pt` as the last one."""
-    found = [name for name in os.listdir(folder) if name in (NAME, PREVIOUS) or _KEPT.fullmatch(name)]
+    found = [name for name in os.listdir(folder) if name in NEWEST or _KEPT.fullmatch(name)]
     return sorted(found, key=lambda name: (name == NAME, name))
 
 

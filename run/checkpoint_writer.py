@@ -26,7 +26,7 @@ class CheckpointWriter:
         folder: of the checkpoints; it must exist on rank 0.
         keep: number of checkpoints that are kept by iteration.
         background: `write` returns when each rank has copied its parts to the CPU, and a thread writes the file.
-        newest_is_corrupt: whether `find` has found that the newest checkpoint is corrupt. Only the value of rank 0 counts.
+        newest_is_corrupt: whether the newest checkpoint was found to be corrupt. Only the value of rank 0 counts.
         sweep: remove files that killed runs have left. Pass False for a run that saves nothing and must change nothing.
     """
 
@@ -57,8 +57,7 @@ class CheckpointWriter:
         """
         self.wait()
         begin = time.perf_counter()
-        state = snapshot(optimizer, model)
-        state.group = state.everyone = self._group  # the thread sends beside the collectives of the run
+        state = snapshot(optimizer, model, group=self._group)  # the thread sends beside the collectives of the run
         if self.background:
             on_all_ranks(state.hold, self._group)
         checkpoint = {**state.outline, **values} if state.outline is not None else None

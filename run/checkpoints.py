@@ -14,7 +14,7 @@ from distributed.ranks import on_rank_0, print0
 from distributed.signals import Action
 from distributed.watchdog import position
 from run import checkpoint_folder, out_folder
-from run.checkpoint_folder import NAME, PREVIOUS, SaveReport
+from run.checkpoint_folder import SaveReport
 from run.checkpoint_keys import load, load_to_train
 from run.checkpoint_writer import CheckpointWriter, DivergedError
 from run.logger import Logger
@@ -181,7 +181,7 @@ class Checkpoints:
 
     def exist(self) -> bool:
         """Return whether the folder has a checkpoint to resume from."""
-        return any(os.path.exists(os.path.join(self.folder, name)) for name in (NAME, PREVIOUS))
+        return any(os.path.exists(os.path.join(self.folder, name)) for name in checkpoint_folder.NEWEST)
 
     def _check_writable(self) -> None:
         """Check, before the model is made, that files may be written where `claim` will make the folder."""

@@ -97,7 +97,7 @@ def set_aside(folder: str, lock: TextIO) -> TextIO:
         raise ValueError(
             f"out_dir={folder} holds another run, and cannot be renamed: {reason}; use another --out_dir"
         ) from error
-    resumes = checkpoint_folder.NAME in checkpoints or checkpoint_folder.PREVIOUS in checkpoints
+    resumes = any(name in checkpoints for name in checkpoint_folder.NEWEST)
     print0(
         f"note: out_dir={folder} held another run, which is now in {target}"
         f"{f'; to continue that run, use --init_from=resume --out_dir={target}' if resumes else ''}"

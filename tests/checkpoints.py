@@ -1,4 +1,4 @@
-"""Small checkpoints for these tests, and models to save."""
+"""Small checkpoints for tests of checkpoints, and models to save."""
 
 import os
 

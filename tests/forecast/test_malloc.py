@@ -48,6 +48,7 @@ GROUPS["124M, all flags"] = LEAST, ["codecs"]
 # bytes for codecs and for rounding to bfloat16, which work on 131,072 elements at a time; gloo holds what arrives meanwhile
 ROOM = {(mode, point): 1_600_000 for mode in ("bfloat16", "remainder") for point in ("wrapping", "peak")}
 ROOM[("remainder", "saving")] = 600_000
+ABOVE = {("int8", "saving"): 100_000}  # in the prediction, slices that rank 0 decodes follow each other
 
 
 class MallocBytes(nullcontext):
@@ -159,8 +160,8 @@ def test_every_point_of_a_step(malloc_counter, tmp_path, world_size, groups):
             for point, expected in predicted.items():
                 measured = max(points[mode][point] for points in by_rank)
                 room = ROOM.get((mode, point), 0)
-                most = 1.04 if point == "saving" else 1.02  # two of the largest pieces, which seldom follow each other
-                if not 0.98 * measured - room <= expected <= most * measured:
+                most = 1.03 if point == "saving" else 1.02  # two of the largest messages, which seldom follow each other
+                if not 0.98 * measured - room <= expected <= most * measured + ABOVE.get((mode, point), 0):
                     wrong.append(f"{group}, {mode}, {point}: {expected} predicted, {measured} measured")
     assert not wrong, "\n".join(wrong)
 

@@ -1,4 +1,4 @@
-"""run/checkpoint_folder.py: what a folder keeps, finds and loads; files.py: a file is whole or not there."""
+"""run/checkpoint_folder.py: what a folder keeps and finds."""
 
 import os
 import random
@@ -14,7 +14,6 @@ from run.checkpoint_folder import commit, find
 from run.checkpoint_keys import load
 from run.checkpoint_writer import CheckpointWriter
 from zero import checkpoint as ckpt
-from zero.checkpoint.files import corruption_message
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -142,15 +141,3 @@ def test_a_commit_that_fails_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("no more names")))
     save_alone(tmp_path, 2)
     assert sorted(os.listdir(tmp_path)) == before
-
-
-@pytest.mark.parametrize(
-    ("reason", "expected"),
-    [
-        ("first line\nsecond line", "x is damaged, or not a checkpoint: first line"),
-        ("Weights only load failed. Read this\nbad magic", "x is damaged, or not a checkpoint: bad magic"),
-        (EOFError(), "x is damaged, or not a checkpoint: EOFError"),
-    ],
-)
-def test_one_line_on_a_damaged_file(reason, expected):
-    assert corruption_message("x", reason) == expected

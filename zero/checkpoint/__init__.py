@@ -7,5 +7,5 @@ A file holds the whole state. Rank 0 writes it as it arrives from the others, an
 file into memory, and reads the parts that it needs.
 """
 
-from zero.checkpoint.format import load, load_on_all_ranks, verify
+from zero.checkpoint.format import load, load_on_all_ranks, save, verify
 from zero.checkpoint.state import CheckpointError, consolidate, model_state_dict, restore

@@ -19,7 +19,7 @@ def _inspect(path: str) -> int:
     """Verify the checksums of a file, and print its content."""
     verify(path)
     checkpoint = load(path)
-    by = "this program" if "format" in checkpoint else "nanoGPT"
+    by = "zero.checkpoint" if "format" in checkpoint else "nanoGPT" if "model_args" in checkpoint else "another program"
     print(f"{path}: all checksums match; {os.path.getsize(path) / 1e6:.1f} MB, written by {by}")
     state = checkpoint.get("optimizer", {"state": {}})["state"]
     print(f"{len(checkpoint['model'])} weights, optimizer state of {len(state)} parameters")

@@ -10,28 +10,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero.checkpoint.files import reading
-from zero.checkpoint.state import CheckpointError, outlined
-from zero.host_comm import broadcast_object, cpu_group, gather_objects
+from zero.checkpoint.archive import Pieces, write_archive
+from zero.checkpoint.files import atomic_write, reading
+from zero.checkpoint.state import CheckpointError, outlined, snapshot
+from zero.host_comm import broadcast_object, cpu_group, gather_objects, on_all_ranks
 
 NAME = "ckpt.pt"  # of the newest checkpoint of a folder
 FORMAT = 1  # version of the keys that are added to nanoGPT's six
 EXTRA_STATE = "_extra_state"  # same as in torch.nn.modules.module
 
 
-def is_plain(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     """Return whether `load` can read the value again: tensors and plain values, in dicts and lists."""
     if isinstance(value, dict):
-        return all(is_plain(key) and is_plain(inner) for key, inner in value.items())
+        return all(_is_plain(key) and _is_plain(inner) for key, inner in value.items())
     if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
+        return all(map(_is_plain, value))
     return isinstance(value, torch.Tensor | int | float | str | bytes | NoneType)
 
 
 def _is_model(value: Any) -> bool:
     """Return whether the value is a state dict: tensors, and results of a module's `get_extra_state`."""
     return isinstance(value, dict) and all(
-        isinstance(name, str) and (isinstance(held, torch.Tensor) or (name.endswith(EXTRA_STATE) and is_plain(held)))
+        isinstance(name, str) and (isinstance(held, torch.Tensor) or (name.endswith(EXTRA_STATE) and _is_plain(held)))
         for name, held in value.items()
     )
 
@@ -42,6 +43,33 @@ def _is_optimizer(value: Any) -> bool:
     has_state = isinstance(state, dict) and all(isinstance(key, int) and isinstance(of, dict) for key, of in state.items())
     has_groups = isinstance(groups, list) and all(isinstance(of, dict) and isinstance(of.get("params"), list) for of in groups)
     return has_state and has_groups
+
+
+def save(path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **values: Any) -> None:
+    """Write a model, the state of its optimizer and plain values to a file, for `load`. Needs to be called on all ranks.
+
+    Rank 0 writes the parts of the other ranks as they arrive. The file replaces an earlier one when it is complete.
+    Raises OSError and the errors of `write` on rank 0, then CheckpointError on those that share the state, or as `consolidate`.
+    """
+    state = snapshot(optimizer, model)
+
+    def stream() -> None:
+        with state.arriving() as pieces:
+            if state.outline is not None:
+                with atomic_write(path) as temporary:
+                    write({**state.outline, **values}, temporary, pieces)
+
+    on_all_ranks(stream, state.everyone, CheckpointError)
+
+
+def write(checkpoint: dict[str, Any], path: str, pieces: Pieces = ()) -> None:
+    """Write a checkpoint that `load` reads to the disk. `pieces`: of its tensors on the meta device.
+
+    Raises ValueError if its model has more than tensors and plain values.
+    """
+    if odd := [name for name, value in checkpoint["model"].items() if not _is_plain(value)]:
+        raise ValueError(f"{odd[0]} is more than tensors and plain values, so the checkpoint could not be read; change it")
+    write_archive({**checkpoint, "format": FORMAT}, path, pieces)
 
 
 def load(path: str) -> dict[str, Any]:
@@ -65,7 +93,10 @@ def load(path: str) -> dict[str, Any]:
 
 
 def verify(path: str) -> None:
-    """Read every byte of a checkpoint and compare the checksums. Raises CheckpointError if it is missing or damaged."""
+    """Read every byte of a file and compare the checksums; `load` says whether it is a checkpoint.
+
+    Raises CheckpointError if it is missing or damaged.
+    """
     with reading(path), zipfile.ZipFile(path) as archive:
         if bad := archive.testzip():
             raise ValueError(f"the checksum of its entry {bad} does not match")

@@ -161,8 +161,11 @@ def snapshot(
     model: torch.nn.Module | None = None,
     with_state: bool = True,
     to: int = 0,
+    group: dist.ProcessGroup | None = None,
 ) -> Snapshot:
     """Return the state of an optimizer and the weights of a model, for rank `to`. Needs to be called on all ranks.
+
+    `group`: of all ranks, will send from main memory. Default: that of the optimizer.
 
     Raises the errors of `consolidate`, and CheckpointError if the ranks have different models.
     """
@@ -178,13 +181,13 @@ def snapshot(
     def make() -> Snapshot:
         state = {"state": _merged(partition, of_slices), "param_groups": _copied(packed_groups(optimizer))}
         if partition.replica != replica:
-            return Snapshot(None, [], [], to, None, partition.everyone)
+            return Snapshot(None, [], [], to, None, group or partition.everyone)
         whole = {**weights, "optimizer": state} if with_state else weights
         tensors, ranked = outlined(whole), zip(partition.ranks, ranges_of_ranks, strict=True)
         sources = sorted((*range_, rank) for rank, ranges in ranked for range_ in ranges)
         _check_complete(sources, {name: tensors[name].numel() for name in tensors.keys() - numels} | expected[receiver])
         in_order = [(tensors[name], numel, rank) for name, _, numel, rank in sources if receives]
-        groups = partition.cpu_group, partition.everyone
+        groups = (group, group) if group is not None else (partition.cpu_group, partition.everyone)
         return Snapshot(whole if receives else None, own, in_order, partition.ranks[receiver], *groups)
 
     return on_all_ranks(make, partition.everyone, CheckpointError)

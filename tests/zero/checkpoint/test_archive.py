@@ -9,7 +9,6 @@ from ranks import run_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from toy import assert_equal, make_toy, train
 
-from run.checkpoint_writer import CheckpointWriter
 from zero import checkpoint as ckpt
 from zero.checkpoint.archive import write_archive
 from zero.tensors import flattened
@@ -89,7 +88,7 @@ def rows_and_columns(folder):
     plain = torch.optim.Adafactor([param for param in oracle.parameters() if param.requires_grad], lr=0.01)
     for model, optimizer in ((toy, sharded), (oracle, plain)):
         train(model, optimizer, rank=0, steps=3, decay_lr=False)
-    CheckpointWriter(folder).write(toy, sharded, VALUES)
+    ckpt.save(f"{folder}/ckpt.pt", toy, sharded, **VALUES)
     restore(sharded, f"{folder}/ckpt.pt")
     state = ckpt.consolidate(sharded)
     if state is not None:

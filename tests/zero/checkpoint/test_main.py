@@ -15,7 +15,7 @@ def test_inspect(tmp_path, capsys):
     commit(numbered(5), str(tmp_path))
     shown = run("zero/checkpoint/__main__.py", "inspect", str(tmp_path / "ckpt.pt")).succeeded()
     lines = shown.stdout.splitlines()
-    assert re.fullmatch(rf"{tmp_path / 'ckpt.pt'}: all checksums match; 0.0 MB, written by this program", lines[0])
+    assert re.fullmatch(rf"{tmp_path / 'ckpt.pt'}: all checksums match; 0.0 MB, written by zero.checkpoint", lines[0])
     assert lines[1:4] == ["2 weights, optimizer state of 1 parameters", "best_val_loss 2.0", "format 1"]
     assert "iter_num 5" in lines
 
@@ -25,6 +25,8 @@ def test_inspect(tmp_path, capsys):
 
     torch.save(CHECKPOINT, tmp_path / "nanogpt.pt")
     assert "written by nanoGPT" in inspect("nanogpt.pt")[1]
+    torch.save({"model": {}, "step": 3}, tmp_path / "own.pt")
+    assert "written by another program" in inspect("own.pt")[1]
     assert inspect("")[1].startswith(f"{tmp_path / 'ckpt.pt'}: all checksums match")
     (tmp_path / "empty").mkdir()
     (tmp_path / "torn.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:-1000])

@@ -110,7 +110,7 @@ def weights_that_freeze_and_thaw(folder):
         optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, param_dtype="bfloat16", lr=0.1)
         ShardedDataParallel(module, optimizer)
         module[1].requires_grad_(not requires_grad)
-        CheckpointWriter(folder).write(module, optimizer, VALUES)
+        ckpt.save(f"{folder}/ckpt.pt", module, optimizer, **VALUES)
         saved = ckpt.load(f"{folder}/ckpt.pt")["model"]
         assert saved.keys() == module.state_dict().keys()
         for name, value in module.state_dict().items():
@@ -216,7 +216,7 @@ def there_and_back(kwargs, folder):
     state = of_rank_0(ckpt.consolidate(optimizer))
     assert_equal(state, expected)
     os.makedirs(folder, exist_ok=True)
-    CheckpointWriter(folder).write(model, optimizer, VALUES)
+    ckpt.save(f"{folder}/ckpt.pt", model, optimizer, **VALUES)
     saved = ckpt.load(f"{folder}/ckpt.pt")
     if dist.get_rank() == 0:
         assert_equal(saved["optimizer"], expected)
@@ -342,7 +342,7 @@ def any_strides(optimizer_cls, folder):
         assert_equal(restored["state"], whole["state"])
     ckpt.restore(reference, state)
     assert strides_of(reference.state_dict()) == expected
-    CheckpointWriter(folder).write(module, optimizer, VALUES)
+    ckpt.save(f"{folder}/ckpt.pt", module, optimizer, **VALUES)
     read = ckpt.load(f"{folder}/ckpt.pt")
     assert {name: held.stride() for name, held in read["model"].items()} == strides_of_model
     ckpt.restore(again, read["optimizer"])

@@ -25,7 +25,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     shown = [column for column in dict.fromkeys(itertools.chain(*rows)) if column not in HIDDEN]
     columns = [column for column in shown if any(row.get(column) is not None for row in rows)]
     lines = [columns]
-    for _, group in itertools.groupby(rows, key=lambda row: (row.get("world_size"), row["mode"])):
+    for _, group in itertools.groupby(rows, key=lambda row: (row.get("world_size"), row.get("mode"))):
         lines += [[]] if "point" in columns else []
         lines += [[_cell(column, row.get(column)) for column in columns] for row in group]
     return table(lines)

@@ -5,6 +5,7 @@ They do not run without process groups. `forecast.dry_run` predicts `zero`.
 
 from typing import get_args
 
+from distributed.machine import allocated
 from forecast.prediction import Moment, Point, Prediction, arriving
 from zero.layout import Plan
 from zero.muon.matrices import iteration_flops, stacked
@@ -35,27 +36,29 @@ def replicated(
         distributed, in_place, on_cpu: see `forecast.run_memory.predicted`.
     """
     gradients = _nbytes(plan)
+    rounding = 1.0 if on_cpu else sum(allocated(spec.numel * spec.dtype.itemsize) for spec in plan.params) / gradients
+    each = round(rounding * gradients)  # all weights or gradients, if each is a tensor of its own
     last = min(plan.params, key=lambda spec: spec.position)
     last_gradient = last.numel * last.dtype.itemsize
     buckets = gradients if distributed else 0
-    outside = gradients if distributed and micro_steps > 1 and not in_place else 0
-    held, summed = gradients + state + buckets, micro_steps - bool(outside)  # micro-steps whose gradients add up in one place
+    outside = each if distributed and micro_steps > 1 and not in_place else 0
+    held, summed = each + round(rounding * state) + buckets, micro_steps - bool(outside)  # of gradients added up in one place
     if buckets and not outside:
         moments = _beside_all(held)
     elif summed > 1:
-        moments = _beside_all(held + gradients)
+        moments = _beside_all(held + each)
     else:
-        moments = _beside_all(held, held + gradients - last_gradient)
+        moments = _beside_all(held, held + each - last_gradient)
     if outside:
-        moments += _beside_all(held + gradients, held + last_gradient)
-    of_gradients = buckets, gradients + outside, gradients, buckets  # by point
+        moments += _beside_all(held + outside, held + last_gradient)
+    of_gradients = buckets, gradients + gradients * bool(outside), gradients, buckets  # by point
     fixed = {"parameters": gradients, "state": state, "master": 0, "buckets": 0}
     points = {point: fixed | {"gradients": count} for point, count in zip(get_args(Point), of_gradients, strict=True)}
     points["after wrapping"]["state"] = 0
     matrices = [spec for slice_ in plan.slices(rank) if (spec := plan.params[slice_.number]).matrices]
     return Prediction(
         *(plan, rank, world_size, micro_steps, False, points, moments),
-        construction=gradients + buckets,
+        construction=each + buckets,
         saving=held + (arriving(plan, rank) if on_cpu else 0),
         saved=gradients + state,
         sent=sent_by_data_parallel(plan, world_size) if distributed else {},

@@ -51,7 +51,7 @@ class _MetaBytes(LiveBytes):
     """
 
     def __init__(self, main_memory: bool) -> None:
-        super().__init__(on_cpu=False)
+        super().__init__(on_cpu=main_memory)
         self._main_memory = main_memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distributed.machine import multiplies_in_float32
+from distributed.machine import allocated, multiplies_in_float32
 
 _WITH_MEMORY = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes wrap these, or are placeholders without memory
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -28,11 +28,12 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         on_cpu: the tensors are, or stand for, tensors of this CPU, and the peak includes the scratch memory of matrix products
-            there (`machine.multiplies_in_float32`).
+            there (`machine.multiplies_in_float32`). Otherwise they stand for those of a GPU, and count as `allocated` says.
     """
 
     def __init__(self, on_cpu: bool = True) -> None:
         super().__init__()
+        self._counted = int if on_cpu else allocated
         self._multiplies_in_float32 = {of: on_cpu and multiplies_in_float32(transposed=of) for of in (False, True)}
         self.now = 0  # bytes
         self._peak = 0
@@ -83,12 +84,12 @@ class LiveBytes(TorchDispatchMode):
         is_inside = any(other is not None and other.data_ptr() == begin for other, begin in around)
         if start and not is_inside:
             self._spans[storage._cdata] = weakref.ref(storage), start, start + storage.nbytes()
-        self._add(storage, 0 if is_inside else storage.nbytes())
+        self._add(storage, 0 if is_inside else self._counted(storage.nbytes()))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count the bytes that a storage has now, if it counts at all."""
         if storage._cdata in self._alive:
-            self._change(storage._cdata, storage.nbytes())
+            self._change(storage._cdata, self._counted(storage.nbytes()))
 
     def _has_memory(self, leaf: Any) -> bool:
         return type(leaf) in _WITH_MEMORY and not leaf.is_meta

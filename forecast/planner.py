@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distributed.machine import CARDS, CUDA_GB, NCCL_ALL_TO_ALL_GB, NCCL_GB, card, resolve_dtype
+from distributed.machine import CARDS, CUDA_GB, NCCL_ALL_TO_ALL_GB, NCCL_GB, card, resolve_dtype, usual_mfu
 from forecast.modes import LOSS_CHUNK, MODES, batch_in_words, divided_batch, muon_of
 from forecast.prediction import Activations, Prediction, Workload
 from forecast.run_memory import CPU_RESIDENT, gpt_specs, planned_optimizer, predicted, predicted_activations
@@ -65,10 +65,11 @@ class Planner:
             model = GPT(config)
         self.flops_per_token, self.numel = model.flops_per_token(), sum(param.numel() for param in model.parameters())
         self.frozen_numel = self.numel - sum(spec.numel for spec in self.specs)
-        if settings["mfu"] > 100:
+        self.mfu = settings["mfu"] or usual_mfu(self.numel)
+        if self.mfu > 100:
             raise ValueError(f"mfu={settings['mfu']:g} must be at most 100")
         is_known = on_gpu and self.dtype != "float32"
-        self.flops = found.tflops * 1e12 * settings["mfu"] / 100 if is_known else 0.0  # per second and rank; 0: not known
+        self.flops = found.tflops * 1e12 * self.mfu / 100 if is_known else 0.0  # per second and rank; 0: not known
         if settings["gpu_hour_price"] and not is_known:
             raise ValueError("gpu_hour_price needs the speed of the GPUs, known for bfloat16 and float16 on cuda only")
         self._prediction = cache(self._predict)

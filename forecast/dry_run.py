@@ -195,7 +195,7 @@ def dry_run(
         with rank.live:
             rank.iteration(1)
             sent = dict(rank.optimizer.comm.sent_bytes)
-            for group in rank.optimizer.param_groups:
+            for group in rank.optimizer.param_groups:  # the first step was not fused, see `for_first_step`
                 group |= {name: value for name, value in optimizer[1].items() if name == "fused"}
             rank.iteration(micro_steps)
             saving, saved = rank.save()

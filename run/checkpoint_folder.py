@@ -42,7 +42,7 @@ def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool 
     At every moment, `ckpt.pt` is the old file or the new one, complete and on the disk. The old one becomes `ckpt_prev.pt`.
 
     Args:
-        checkpoint: nanoGPT's six keys, and any other keys with plain values and CPU tensors.
+        checkpoint: nanoGPT's six keys, and any other keys with plain values and tensors, on the CPU or the meta device.
         keep: number of checkpoints that are kept by iteration.
         rotate: False if the old file is corrupt and must not replace `ckpt_prev.pt`.
         pieces: of the tensors of `checkpoint` that are on the meta device.

@@ -1,4 +1,4 @@
-"""Optimizer state that does not depend on its sharding: gather the whole state on one rank, and restore it at any world size.
+"""Optimizer state that does not depend on its sharding: bring the whole state to one rank, and restore it at any world size.
 
 `snapshot` makes an outline of the state (tensors on the meta device) where it will be received, and on each rank a list of the
 parts of these tensors that the rank holds. `Snapshot.arriving` brings the parts to the outline, to fill tensors or a file.
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 @dataclass
 class Snapshot:
-    """A state that ranks hold in parts, on its way to one of them."""
+    """A state that ranks hold in parts, on its way to one of them. Until `hold`, parts read the live tensors."""
 
     outline: dict[str, Any] | None  # on the rank that receives: the state, with tensors on the meta device for the parts
     own: list[Part]  # of this rank, by name and start
@@ -75,7 +75,7 @@ class Snapshot:
         try:
             yield pieces
         finally:
-            for _ in pieces:  # also after an error, because the other ranks send here
+            for _ in pieces:  # here the other ranks send, and after an error the rest is received
                 pass
 
     def _pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -92,11 +92,9 @@ class SliceUpdate:
             return [self.buckets[::-1]]
         calls, room = list[list[Bucket]](), 0
         is_fused = all(group.get("fused") for group in self.inner.param_groups)
-        needs_no_memory = is_fused and self.codec is None and self.exchange is None
+        takes_memory = not is_fused or self.codec is not None or self.exchange is not None
         for bucket in self.buckets[::-1]:
-            alone = (
-                not needs_no_memory or bucket.gradient_dtype != bucket.values.dtype or self.placed.comm.is_on_cpu(bucket.data)
-            )
+            alone = takes_memory or bucket.gradient_dtype != bucket.values.dtype or self.placed.comm.is_on_cpu(bucket.data)
             if alone or bucket.shard.numel() > room:
                 calls.append([])
                 room = 0 if alone else TOGETHER

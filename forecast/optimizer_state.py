@@ -7,7 +7,7 @@ import torch
 
 from forecast.prediction import Optimizer
 from zero.layout import ParameterSpec, Plan
-from zero.stopwatch import without_hooks
+from zero.sharded_state import first_state
 
 
 def groups_on_meta(specs: Sequence[ParameterSpec]) -> tuple[list[dict[str, Any]], list[torch.nn.Parameter]]:
@@ -31,11 +31,8 @@ def state_bytes(specs: Sequence[ParameterSpec], optimizer: Optimizer) -> list[in
     """Return the bytes of state that an optimizer keeps of each parameter, without counters of steps."""
     cls, arguments = for_first_step(optimizer)
     groups, params = groups_on_meta(specs)
-    one = cls(groups, **arguments)
-    for param in params:
-        param.grad = torch.empty_like(param)
-    without_hooks(type(one).step)(one)
-    entries = [[value for name, value in one.state[param].items() if name != "step"] for param in params]
+    state = first_state(cls(groups, **arguments))
+    entries = [[value for name, value in state.get(param, {}).items() if name != "step"] for param in params]
     return [sum(value.nbytes for value in of_param if isinstance(value, torch.Tensor)) for of_param in entries]
 
 

@@ -100,15 +100,17 @@ def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None = None
     return made
 
 
-def check_same_on_all_ranks(facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Raise ValueError on all ranks if the facts about the model of a rank differ from those of rank 0."""
+def check_same_on_all_ranks(
+    facts: dict[str, Any], group: dist.ProcessGroup | None = None, what: str = "model", do: str = "build"
+) -> None:
+    """Raise ValueError on all ranks if the facts about the model, or `what`, of a rank differ from those of rank 0."""
     expected = broadcast_object(facts, group)
 
     def compare() -> None:
         for name in expected | facts:
             if facts.get(name) != expected.get(name):
                 values = f"{facts.get(name, 'absent')}, on rank 0 {expected.get(name, 'absent')}"
-                raise ValueError(f"the model differs between the ranks: {name} is {values}; build the same model on all ranks")
+                raise ValueError(f"the {what} differs between the ranks: {name} is {values}; {do} the same {what} on all ranks")
 
     on_all_ranks(compare, group)
 

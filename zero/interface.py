@@ -1,26 +1,85 @@
 """The state of an optimizer that is divided among the ranks, behind the interface of torch.optim."""
 
 import itertools
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from zero.checkpoint.state import CheckpointError, consolidate, restore
+from zero.checkpoint.state import CheckpointError, consolidate, named, restore
 from zero.collectives import Communicator
-from zero.host_comm import broadcast_object, meet, on_all_ranks, on_any_rank
-from zero.sharded_state import DividedOptimizer
+from zero.host_comm import broadcast_object, check_same_on_all_ranks, meet, on_all_ranks, on_any_rank
+from zero.sharded_state import DividedOptimizer, first_state, hyperparameters, parameters
 
 ELSEWHERE = "consolidated_on_rank"  # in the state dicts of other ranks
 _DIVIDED = "the optimizer state is divided among the ranks"
+
+
+class DividedEntries(MutableMapping[Any, Any]):
+    """The `state` of a ShardedOptimizer: that of this rank's slices, and what callers keep there under keys of their own.
+
+    What is written to it or to its values counts on this rank, as `clear()` does. Refuses parameters as keys.
+    """
+
+    inner: torch.optim.Optimizer  # of the slices
+
+    def __init__(self) -> None:
+        self.of_callers: dict[Any, Any] = {}
+
+    def _home(self, key: Any) -> dict[Any, Any]:
+        """Return the dict that has a key, or would have it."""
+        if isinstance(key, torch.Tensor) and key not in self.inner.state:
+            slices = "iterate over optimizer.state to see this rank's slices"
+            raise RuntimeError(f"{_DIVIDED}: {slices}, or call optimizer.consolidate_state_dict() and read state_dict()")
+        return self.inner.state if isinstance(key, torch.Tensor) else self.of_callers
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._home(key).setdefault(key, {})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._home(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._home(key)[key]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._home(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self._home(key).get(key, default)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain(self.inner.state, self.of_callers)
+
+    def __len__(self) -> int:
+        return len(self.inner.state) + len(self.of_callers)
+
+    def __bool__(self) -> bool:
+        """Return True: `torch.distributed.checkpoint.state_dict` makes a step where `state` looks empty."""
+        return True
 
 
 class DividedState(DividedOptimizer):
     """What a ShardedOptimizer shares with ZeroRedundancyOptimizer: the state is gathered before `state_dict` returns it."""
 
     comm: Communicator
+    make_inner: partial[torch.optim.Optimizer]  # from groups
+    inner: torch.optim.Optimizer  # of this rank's slices
+    entries: DividedEntries
+    shown: dict[Any, Any] | None = None  # while torch reads it: what stands in place of `entries`
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # torch has an attribute
+        """See `DividedEntries`. To reset all state, call `state.clear()`, or assign an empty dict, on all ranks."""
+        return self.entries if self.shown is None else self.shown
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if "entries" in vars(self):  # not in torch's constructor
+            self.entries.clear()
+            self.entries.update(value)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to` of the process group, where `state_dict` returns it until the next write.
@@ -35,6 +94,29 @@ class DividedState(DividedOptimizer):
         if self.has_state:
             self.consolidated = {ELSEWHERE: to} if whole is None else whole["state"]
 
+    def allocate_state(self) -> None:
+        """Before the first step, let `state_dict` return zeros in place of state, on all ranks, until `load_state_dict`.
+
+        For `torch.distributed.checkpoint`, which asks a new optimizer for its keys, and then fills its tensors from a file.
+        """
+        if self.has_state:
+            raise RuntimeError("allocate_state() is for an optimizer that has made no step, and has loaded no state")
+        self.consolidated = self._zeros()
+
+    def _zeros(self) -> dict[Any, Any]:
+        """Return the state after a first step, with zeros."""
+        plan, stand_ins = self.partition().plan, dict[Any, torch.nn.Parameter]()
+        for param, dtype in zip(parameters(self), plan.update_dtypes, strict=True):
+            empty = torch.empty_like(param, dtype=dtype, device="meta")
+            stand_ins[param] = torch.nn.Parameter(empty, param.requires_grad)
+        groups = [{**group, "params": [stand_ins[param] for param in group["params"]]} for group in self.param_groups]
+        for group in groups:
+            group |= {"fused": False} if "fused" in group else {}  # fused kernels make no state there
+        state = first_state(self.make_inner(groups))
+        numbers = {param: number for number, param in enumerate(stand_ins.values())}
+        zeros = partial(torch.zeros_like, device="cpu")
+        return {numbers[param]: tree_map_only(torch.Tensor, zeros, of) for param, of in state.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the `state_dict()` of the unsharded optimizer, on the rank that `consolidate_state_dict` has named.
 
@@ -45,20 +127,22 @@ class DividedState(DividedOptimizer):
                 f"{_DIVIDED}; call optimizer.consolidate_state_dict() on all ranks after the last step, before this"
             )
         whole = self.consolidated or {}
-        if ELSEWHERE in whole:
-            return {**super().state_dict(), **whole}
-        dict.update(self.state, whole)  # where torch and its hooks look for it
+        elsewhere = {ELSEWHERE: whole[ELSEWHERE]} if ELSEWHERE in whole else {}
+        self.shown = self.entries.of_callers | ({} if elsewhere else whole)  # where torch and its hooks look for it
         try:
-            return super().state_dict()
+            return super().state_dict() | elsewhere
         finally:
-            for number in whole:
-                del self.state[number]
+            self.shown = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load an unsharded optimizer's state on all ranks: each takes its slices. Errors: `zero.checkpoint.restore`."""
+        """Load an unsharded optimizer's state, the same on all ranks: each takes its slices.
+
+        Raises ValueError if it differs between the ranks, and the errors of `zero.checkpoint.restore`.
+        """
         for prepare in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = prepare(self, state_dict) or state_dict
-        on_all_ranks(partial(_check_whole, state_dict), self.comm.group)
+        on_all_ranks(partial(self._check_whole, state_dict), self.comm.group)
+        check_same_on_all_ranks(_outline(state_dict), self.comm.group, "state dict", "load")
         in_order = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
         numbers = {key: number for number, key in enumerate(in_order)}  # a key may also be a name
         saved: dict[Any, Any] = {}
@@ -66,42 +150,31 @@ class DividedState(DividedOptimizer):
         for key, value in state_dict["state"].items():
             (saved if key in numbers else own)[numbers.get(key, key)] = value
         restore(self, {**state_dict, "state": saved})
-        self.state.update(own)  # what callers keep there
+        self.entries.of_callers.update(own)
         for finish in self._optimizer_load_state_dict_post_hooks.values():
             finish(self)
+
+    def _check_whole(self, state_dict: dict[str, Any] | None) -> None:
+        if state_dict is None or ELSEWHERE in state_dict:
+            remedy = "on all ranks, load that of the rank with the consolidated state"
+            raise CheckpointError(f"this state dict has no state; {remedy}")
+        is_named = any(isinstance(key, str) for group in state_dict["param_groups"] for key in group["params"])
+        if is_named and not state_dict["state"] and self._zeros():
+            asked = "torch.distributed.checkpoint has found none in this optimizer"
+            raise CheckpointError(f"this state dict has no state: {asked}; call allocate_state() on all ranks before it loads")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         remedy = "call consolidate_state_dict() on all ranks and save its state_dict()"
         raise TypeError(f"a ShardedOptimizer belongs to a process group and cannot be copied or pickled; {remedy}")
 
-
-def _check_whole(state_dict: dict[str, Any] | None) -> None:
-    if state_dict is None or ELSEWHERE in state_dict:
-        raise CheckpointError("this state dict has no state; on all ranks, load that of the rank with the consolidated state")
+    def __setstate__(self, state: Any) -> None:
+        raise TypeError(f"{_DIVIDED}, and cannot be set; on all ranks, call load_state_dict, or state.clear() to reset it")
 
 
-def _for_callers_keys(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of dict that refuses parameters as keys."""
-
-    def checked(state: Any, key: Any, *args: Any) -> Any:
-        if isinstance(key, torch.Tensor):
-            slices = "read this rank's slices in optimizer.inner.state"
-            raise RuntimeError(f"{_DIVIDED}: {slices}, or all of it in state_dict() after optimizer.consolidate_state_dict()")
-        return method(state, key, *args)
-
-    return checked
-
-
-class CallersState(defaultdict):
-    """The `state` of a ShardedOptimizer: what callers keep there under keys of their own. Refuses parameters as keys."""
-
-    __missing__ = _for_callers_keys(defaultdict.__missing__)
-    __contains__ = _for_callers_keys(dict.__contains__)
-    __setitem__ = _for_callers_keys(dict.__setitem__)
-    get = _for_callers_keys(dict.get)
-    pop = _for_callers_keys(dict.pop)
-    setdefault = _for_callers_keys(dict.setdefault)
-
-    def __bool__(self) -> bool:
-        """Return True: `torch.distributed.checkpoint.state_dict` makes a step where `state` looks empty."""
-        return True
+def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return what is the same on all ranks that load the same state: numbers, shapes and dtypes, and hyperparameters."""
+    groups = [hyperparameters(group) for group in state_dict["param_groups"]]
+    leaves = named({"state": state_dict["state"], "param_groups": groups})
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    sizes = {name: leaf.item() if leaf.numel() == 1 else (tuple(leaf.shape), leaf.dtype) for name, leaf in tensors.items()}
+    return leaves | sizes

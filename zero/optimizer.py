@@ -16,7 +16,7 @@ from zero.checks import check_addition, check_class, check_in_place
 from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms
 from zero.host_comm import meet, on_all_ranks, on_any_rank
-from zero.interface import CallersState, DividedState
+from zero.interface import DividedEntries, DividedState
 from zero.moves import groups_of_slices, have_moved, lay_out
 from zero.options import Options
 from zero.sharded_state import Partition, hyperparameters, parameters
@@ -84,27 +84,28 @@ class ShardedOptimizer(DividedState):
             raise ValueError("overlap_with_ddp=True is not supported; use zero.ShardedDataParallel, which overlaps")
         optimizer_cls = check_class(optimizer_cls, optimizer_class, elementwise)
         self.comm = process_group if isinstance(process_group, Communicator) else Communicator(process_group, self.options)
-        self._make_inner = partial(optimizer_cls, **kwargs)  # from groups of slices
+        self.make_inner = partial(optimizer_cls, **kwargs)  # from groups of slices
         self._new_placement = partial(Placement, self.comm, list(registration_order or ()), device, autocast or {})
         self.placed: Placement
         self.source: GradientSource  # ParameterGradients, until ShardedDataParallel replaces it by its Reducer
         self.overlaps = False  # whether forward waits for the all-gathers, in place of `step`; ShardedDataParallel sets it
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
-        self.state = CallersState(dict)
+        self.entries = DividedEntries()
         self._build()
 
     def _build(self) -> None:
         """Lay out the parameters where they are now, and make the optimizer of this rank's slices."""
         self.placed = self._new_placement()
-        lay_out(self.placed, self.param_groups, self._make_inner)
+        lay_out(self.placed, self.param_groups, self.make_inner)
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self.placed, _wait_for_gathers, self.placed.buckets)
-        self.inner = on_all_ranks(partial(self._make_inner, groups_of_slices(self.placed, self.param_groups)), self.comm.group)
+        self.inner = on_all_ranks(partial(self.make_inner, groups_of_slices(self.placed, self.param_groups)), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             name = type(self.inner).__name__
             raise ValueError(f"{name} registers step hooks on itself, which ShardedOptimizer would not call")
         self.has_state, self.consolidated = on_any_rank(bool(self.inner.state), self.comm.group), None  # as of Adagrad
+        self.entries.inner = self.inner
         self._updater = SliceUpdate(self.inner, self.placed)
         self.source = ParameterGradients(self.placed)
         for name in {"train", "eval"} & {*dir(self.inner)}:  # of schedule-free classes
@@ -136,7 +137,7 @@ class ShardedOptimizer(DividedState):
             check = partial(check_addition, self.placed, before, not self.source.is_whole, self.inner)
             on_all_ranks(check, self.comm.group)
             on_all_ranks(partial(super().add_param_group, param_group), self.comm.group)
-            lay_out(self.placed, self.param_groups, self._make_inner)
+            lay_out(self.placed, self.param_groups, self.make_inner)
         except BaseException:
             self.param_groups[:] = before
             raise

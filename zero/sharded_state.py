@@ -12,6 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from zero.buckets import OwnedSlice
 from zero.host_comm import ALONE, cpu_group, gather_objects, meet
 from zero.layout import Plan, Slice, parameter_specs
+from zero.stopwatch import without_hooks
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,14 @@ def settled_partition(optimizer: torch.optim.Optimizer) -> Partition:
     elif isinstance(optimizer, ZeroRedundancyOptimizer):
         meet(optimizer.process_group)
     return partition(optimizer)
+
+
+def first_state(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, dict[str, Any]]:
+    """Make a step of an optimizer on the meta device, where tensors have sizes but no memory, and return its state."""
+    for param in parameters(optimizer):
+        param.grad = torch.empty_like(param) if param.requires_grad else None
+    without_hooks(type(optimizer).step)(optimizer)
+    return {param: optimizer.state[param] for param in parameters(optimizer) if param in optimizer.state}
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

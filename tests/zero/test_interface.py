@@ -4,6 +4,8 @@ import copy
 import gc
 import math
 import weakref
+from collections import defaultdict
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -14,7 +16,15 @@ from blocks import Part
 from nets import TINY_MB, net, wrap
 from ranks import run_in_turn, run_ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint import CheckpointException, load, save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 from toy import assert_equal, of_rank_0, weights
@@ -67,7 +77,7 @@ def state_dicts(to, **kwargs):
         optimizer.state_dict()["state"].clear()  # is the caller's own
         assert_equal(saved := optimizer.state_dict(), plain.state_dict())
         assert (saved["param_groups"][0]["lr"], saved["state"].keys()) == (0.0025, {1, 2, 3, 4, "seen"})
-        assert (seen[-1], len(optimizer.state)) == (5, 1)  # hooks see four parameters and the caller's entry
+        assert seen[-1] == 5  # hooks see four parameters and the caller's entry
     else:
         assert_equal(optimizer.state_dict()["param_groups"], plain.state_dict()["param_groups"])
     with pytest.raises(ValueError, match="this state dict has no state"):  # each rank its own
@@ -112,7 +122,6 @@ def what_distributed_checkpoint_does():
     optimizer, plain = ShardedOptimizer(module.parameters(), AdamW, lr=0.01), AdamW(oracle.parameters(), lr=0.01)
     for step in range(3):
         step_of_each(step, (module, optimizer), (oracle, plain))
-    assert (bool(optimizer.state), len(optimizer.state), list(optimizer.state.items())) == (True, 0, [])
     expected = get_optimizer_state_dict(oracle, plain)
     before = consolidate(optimizer)
     optimizer.consolidate_state_dict()
@@ -125,6 +134,138 @@ def what_distributed_checkpoint_does():
     set_optimizer_state_dict(module, optimizer, expected)
     step_of_each(3, (module, optimizer), (oracle, plain))
     assert_equal(weights(module), weights(oracle))
+
+
+class Program(Stateful):
+    """As in the tutorial of torch.distributed.checkpoint."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, saved):
+        set_state_dict(self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+
+
+def program(folder, wrapped, optimizer_class, first, last, allocates=True):
+    """Steps from `first` to `last`, with the same gradients on all ranks. It resumes from the folder, or saves there."""
+    module = net()
+    optimizer = ShardedOptimizer(module.parameters(), optimizer_class, lr=0.01, bucket_mb=TINY_MB)
+    model = ShardedDataParallel(module, optimizer) if wrapped else module
+    if first:
+        if allocates:
+            optimizer.allocate_state()
+        try:
+            load({"app": Program(module, optimizer)}, checkpoint_id=folder)
+        except (CheckpointException, ValueError) as error:
+            return str(error)
+        with pytest.raises(RuntimeError, match="has made no step") if optimizer_class is AdamW else nullcontext():
+            optimizer.allocate_state()
+    for step in range(first, last):
+        step_of_each(step, (model, optimizer))
+    if not first:
+        optimizer.consolidate_state_dict()
+        save({"app": Program(module, optimizer)}, checkpoint_id=folder)
+    return weights(module)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_programs_of_distributed_checkpoint_go_on(tmp_path, wrapped):
+    """On another number of ranks. Without `allocate_state`, they would lose the state, and are refused."""
+    for optimizer_class in (AdamW, SGD):
+        folder = str(tmp_path / optimizer_class.__name__)
+        run_ranks(program, 2, folder, wrapped, optimizer_class, 0, 3)
+        (resumed, *_), (whole, *_) = (
+            run_ranks(program, size, path, wrapped, optimizer_class, first, 6)
+            for size, path, first in ((3, folder, 3), (2, str(tmp_path / "whole"), 0))
+        )
+        if wrapped:  # a mean over three ranks is rounded
+            assert all(torch.allclose(resumed[name], whole[name], rtol=0, atol=1e-7) for name in whole)
+        else:
+            assert_equal(resumed, whole)
+    for said in run_ranks(program, 2, str(tmp_path / "AdamW"), wrapped, AdamW, 3, 6, False):
+        assert "call allocate_state() on all ranks before it loads" in said
+
+
+def full_state_dicts():
+    """Of torch.distributed.checkpoint, on rank 0 or on all ranks; and state that differs between the ranks."""
+    module, oracle = net(), net()
+    optimizer, plain = ShardedOptimizer(module.parameters(), AdamW, lr=0.01), AdamW(oracle.parameters(), lr=0.01)
+    for step in range(3):
+        step_of_each(step, (module, optimizer), (oracle, plain))
+    whole, rank = get_optimizer_state_dict(oracle, plain), dist.get_rank()
+    for from_rank_0 in (False, True):
+        new = net()
+        again = ShardedOptimizer(new.parameters(), AdamW, lr=0.01)
+        again.allocate_state()
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+        set_optimizer_state_dict(new, again, {} if from_rank_0 and rank else copy.deepcopy(whole), options=options)
+        held = consolidate(again)
+        assert_equal(held and held["state"], None if rank else plain.state_dict()["state"])
+    for spoil in (
+        lambda other: other["state"].clear(),
+        lambda other: other["state"][0].pop("exp_avg"),
+        lambda other: other["state"][0]["step"].add_(1),
+        lambda other: other["param_groups"][0].update(lr=0.5),
+    ):
+        other = copy.deepcopy(plain.state_dict())
+        if rank == 1:
+            spoil(other)
+        with pytest.raises(ValueError, match="the state dict differs between the ranks"):
+            optimizer.load_state_dict(other)
+
+
+def is_reset(reset, **kwargs):
+    """All state, on all ranks, as it is reset in an unsharded optimizer."""
+    module, oracle = net(), net()
+    optimizer, plain = ShardedOptimizer(module.parameters(), AdamW, lr=0.01, **kwargs), AdamW(oracle.parameters(), lr=0.01)
+    for step in range(6):
+        if step == 3:
+            before = weights(module)
+            reset(optimizer)
+            plain.state.clear()
+            assert_equal(weights(module), before)
+        step_of_each(step, (module, optimizer), (oracle, plain))
+    if not kwargs:
+        assert_equal(weights(module), weights(oracle))
+    whole = consolidate(optimizer)
+    assert whole is None or {int(of["step"]) for of in whole["state"].values()} == {3}
+
+
+def in_a_loop(optimizer):
+    for of_slice in optimizer.state.values():
+        for entry in of_slice.values():
+            entry.zero_()
+
+
+def with_keys(optimizer):
+    for key in optimizer.state:
+        optimizer.state[key] = {}
+
+
+def cleared(optimizer):
+    optimizer.state.clear()
+
+
+def assigned(optimizer):
+    optimizer.state = defaultdict(dict)
+
+
+def refuses_the_state_of_others():
+    optimizer = ShardedOptimizer(net().parameters(), AdamW, lr=0.01)
+    with pytest.raises(TypeError, match=r"state\.clear\(\)"):
+        optimizer.__setstate__({"state": {}})
+    with pytest.raises(RuntimeError, match="divided among the ranks"):
+        optimizer.state = {optimizer.param_groups[0]["params"][0]: {}}
+
+
+def test_state_is_reset_or_refused():
+    calls = [partial(is_reset, reset) for reset in (cleared, assigned, in_a_loop, with_keys)]
+    calls += [partial(is_reset, reset, state_dtype="int8") for reset in (cleared, assigned, with_keys)]
+    run_in_turn(2, *calls, refuses_the_state_of_others, full_state_dicts)
 
 
 def test_state_dicts():

@@ -20,8 +20,7 @@ The table as a file:
 Every setting of train.py is a setting of plan.py, with the same default; python train.py --help explains them.
 
 Time is estimated: computation at --mfu per cent of the data sheet's peak, and the communication that does not overlap
-with it. Not counted: evaluations, checkpoints, waits for the slowest rank, and what collectives take of the GPU's
-multiprocessors: 7.6 % of the speed of 124M with one micro-step on eight H100. A machine has --ranks_per_machine ranks.
+with it. Evaluations, checkpoints and slow ranks are not counted. A machine has --ranks_per_machine ranks.
 
 The row that the settings choose is marked with *. `checkpointing` is sharded with activation_checkpointing=True, and
 `all` has everything together. If the settings have checkpointing or loss_chunk, all rows have it. For comparison only:
@@ -35,9 +34,10 @@ Columns, of the rank with the most optimizer state:
   buckets      the most that communication holds in addition to gradients
   activations  what forward keeps for backward
   temporary    what the peak needs in addition: gradients of the logits and of the tied embedding, autocast's copies of
-               float32 weights, or on a CPU the original weights while the model is wrapped
+               float32 weights, what a GPU's allocator rounds up, or on a CPU the original weights while the model is
+               wrapped
   peak         the most while training; compiled blocks count as not compiled, the loss counts as --compile says.
-               torch.cuda.max_memory_allocated() adds the workspaces of cuBLAS: 0.07 GB from Hopper on, 0.02 before
+               On a GPU, PyTorch counts cuBLAS's workspaces, too: 0.07 GB from Hopper on, 0.02 before
   at save      the peak while a checkpoint is saved, with async_save while training goes on
   fits         whether the peaks fit; on a CPU with 30 % more, for pages that the system's allocator keeps
   max batch    the largest batch_size that fits, up to 4096
@@ -82,7 +82,7 @@ ranks_per_machine: PositiveInt = 8
 bandwidth_gbit: NonNegativeFloat = 0.0  # what a rank can send per second to the ranks of its machine; 0: by the link of --gpu
 between_gbit: PositiveFloat = 1600.0  # what a machine can send per second to other machines; this is a network card per A100
 gpu = "A100"  # such as T4, L4, 4090, H100: its peak FLOP/s, memory, link, and whether it has bfloat16
-mfu: NonNegativeFloat = 0.0  # FLOP/s in per cent of the peak; 0: as published, 33 for 124M, 42 for XL
+mfu: NonNegativeFloat = 0.0  # FLOP/s in per cent of the peak; 0: as published for full batches, 33 or 42
 gpu_hour_price: NonNegativeFloat = 0.0  # of one GPU, in any currency; 0: the run's cost is not printed
 json = ""  # path of a JSON file that also receives the table, in bytes
 

@@ -1,6 +1,5 @@
 """The machine of a rank: device, dtype, CPU threads and peak FLOP/s, and the facts about them for `run.json` and wandb."""
 
-import math
 import os
 import platform
 import re
@@ -28,18 +27,17 @@ class Card(NamedTuple):
     link_gbit: float  # to the other GPUs of its machine, one way: NVLink or Infinity Fabric, otherwise PCI Express
     memory_gbps: float  # read or written, in 10^9 bytes per second
     has_bfloat16: bool = True
-    cublas_mib: int = 16  # of workspaces, for forward's thread and for backward's, in PyTorch's allocator (pytorch#120925)
 
 
 # From the data sheets of NVIDIA and AMD, products summed in float32; the memory from PyTorch's error messages ("has a total
 # capacity of 22.03 GiB").
 CARDS = {
-    "B200": Card(2250.0, 191.4, 7200, 8000, cublas_mib=64),
-    "GH200": Card(989.4, 101.4, 3600, 4000, cublas_mib=64),
-    "H200": Card(989.4, 149.9, 3600, 4800, cublas_mib=64),
-    "H100 PCIe": Card(756.0, 84.9, 512, 2000, cublas_mib=64),
-    "H100 NVL": Card(835.0, 99.8, 512, 3900, cublas_mib=64),
-    "H100": Card(989.4, 84.9, 3600, 3350, cublas_mib=64),
+    "B200": Card(2250.0, 191.4, 7200, 8000),
+    "GH200": Card(989.4, 101.4, 3600, 4000),
+    "H200": Card(989.4, 149.9, 3600, 4800),
+    "H100 PCIe": Card(756.0, 84.9, 512, 2000),
+    "H100 NVL": Card(835.0, 99.8, 512, 3900),
+    "H100": Card(989.4, 84.9, 3600, 3350),
     "A100-40": Card(312.0, 42.2, 2400, 1555),
     "A100": Card(312.0, 84.9, 2400, 2039),
     "A800": Card(312.0, 84.9, 1600, 2039),
@@ -55,8 +53,8 @@ CARDS = {
     "V100-32": Card(125.0, 34.0, 1200, 900, has_bfloat16=False),
     "V100": Card(125.0, 16.9, 1200, 900, has_bfloat16=False),
     "T4": Card(65.0, 15.6, 128, 320, has_bfloat16=False),
-    "5090": Card(209.5, 33.6, 512, 1792, cublas_mib=64),
-    "5080": Card(112.6, 16.6, 512, 960, cublas_mib=64),
+    "5090": Card(209.5, 33.6, 512, 1792),
+    "5080": Card(112.6, 16.6, 512, 960),
     "4090": Card(165.2, 25.2, 256, 1008),
     "4080": Card(97.5, 16.6, 256, 717),
     "4070 Ti": Card(80.2, 12.5, 256, 504),
@@ -67,15 +65,11 @@ CARDS = {
     "MI250X": Card(191.5, 68.7, 800, 1638),
 }
 
-# Parameters of two models, and the MFU in per cent that others have published. 124M: 30 to 36 on one to eight H100 (Jjschwartz/
-# gollem), 29 on eight A100 (nanoGPT's README), 31 and 37 on one (llm.c#323, nanoGPT's transformer_sizing.ipynb). XL: 42 on an
-# H100 (gollem), 41 to 42 on eight A100 (llm.c#469). It depends on the size more than on the card. Other cards: not published.
-PUBLISHED_MFU = (124e6, 33.0), (1558e6, 42.0)
-
 _ANY_CARD = r"nvidia|tesla|amd|instinct|generation|sxm\d?|hbm\d?e?"  # words that do not tell one card from another
 
 # What a process takes on a GPU in addition to tensors, in 10^9 bytes. The context of CUDA, from the same messages ("non-PyTorch
-# memory"): 0.2 on an L4 (evo2#190), 0.5 on a 4090 (pytorch#16417). `Card.cublas_mib` is in it, too.
+# memory"): 0.2 on an L4 (evo2#190), 0.5 on a 4090 (pytorch#16417). Workspaces of cuBLAS and cuBLASLt, for forward's thread and
+# for backward's: 32 MiB each from Hopper on, 4 to 8 MiB before (pytorch#120925).
 CUDA_GB = 0.6
 # A communicator of NCCL: 0.5 and 0.7 on two and four A100 (nccl#964), 1.1 on eight H100 without PyTorch's memory, and 3.3 more
 # after the first all-to-all (nccl#1685), which Muon and bfloat16 weights start.
@@ -184,16 +178,19 @@ def card(name: str) -> Card | None:
 
 
 def usual_mfu(numel: int) -> float:
-    """Return the MFU of a model with so many parameters, in per cent: between the published ones, by the logarithm."""
-    (small, low), (large, high) = PUBLISHED_MFU
-    return low + (high - low) * min(1.0, max(0.0, math.log(max(1, numel) / small) / math.log(large / small)))
+    """Return the MFU in per cent that others have published for full batches, of the nearer one of two sizes.
+
+    124M: 30 to 36 on one to eight H100 (Jjschwartz/gollem), 29 on eight A100 (nanoGPT's README), 31 and 37 on one (llm.c#323,
+    nanoGPT's transformer_sizing.ipynb). XL: 42 on an H100 (gollem), 41 to 42 on eight A100 (llm.c#469). Other cards: unknown.
+    """
+    return 33.0 if numel < 440e6 else 42.0
 
 
 def allocated(nbytes: int) -> int:
-    """Return the bytes that the allocator of a GPU counts for a tensor, see c10/cuda/CUDACachingAllocator.cpp.
+    """Return the bytes that PyTorch counts for a new tensor on a GPU, see c10/cuda/CUDACachingAllocator.cpp.
 
     From 10 MiB on, each has a segment, in steps of 2 MiB. Those of 1 to 10 MiB share segments of 20 MiB. What is left of a
-    segment counts for the tensor before it, unless it is more than 1 MiB.
+    segment counts for the tensor before it, unless it is more than 1 MiB; with expandable_segments, nothing is left.
     """
     if nbytes <= MIB:
         return -(-nbytes // 512) * 512

@@ -53,8 +53,8 @@ def _measure(workload: Workload, layers: int, weights: str) -> Activations:
             model.mean_loss.forward = _CompiledLoss.apply
         tokens = torch.zeros((workload.batch_size, config.block_size), dtype=torch.int64)
         # a compiled block casts its weights itself, and a checkpointed one keeps no cast for backward
-        keeps = not (workload.compiled and workload.activation_checkpointing)
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=workload.dtype != "float32", cache_enabled=keeps)
+        keeps_casts = not (workload.compiled and workload.activation_checkpointing)
+        autocast = torch.autocast("cpu", torch.bfloat16, workload.dtype != "float32", keeps_casts)
         if not on_cpu:
             _imitate_cuda(model)
         # all chunks of the loss but the last are alike: two of them, and the last one, have the peak of all

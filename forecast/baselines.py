@@ -40,7 +40,7 @@ def replicated(
     each = round(rounding * gradients)  # all weights or gradients, if each is a tensor of its own
     last = min(plan.params, key=lambda spec: spec.position)
     last_gradient = last.numel * last.dtype.itemsize
-    buckets = gradients if distributed else 0
+    buckets = each if distributed else 0  # hold whole tensors, and are rounded about as much
     outside = each if distributed and micro_steps > 1 and not in_place else 0
     held, summed = each + round(rounding * state) + buckets, micro_steps - bool(outside)  # of gradients added up in one place
     if buckets and not outside:
@@ -51,7 +51,8 @@ def replicated(
         moments = _beside_all(held, held + each - last_gradient)
     if outside:
         moments += _beside_all(held + outside, held + last_gradient)
-    of_gradients = buckets, gradients + gradients * bool(outside), gradients, buckets  # by point
+    in_buckets = gradients * distributed
+    of_gradients = in_buckets, gradients * (1 + bool(outside)), gradients, in_buckets  # by point
     fixed = {"parameters": gradients, "state": state, "master": 0, "buckets": 0}
     points = {point: fixed | {"gradients": count} for point, count in zip(get_args(Point), of_gradients, strict=True)}
     points["after wrapping"]["state"] = 0

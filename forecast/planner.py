@@ -1,7 +1,7 @@
 """The figures of plan.py: memory, bytes and time of a run, for each way to hold the state and each number of ranks."""
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -225,7 +225,7 @@ class Planner:
         """Return the largest batch size that fits with these micro-steps, or 0.
 
         The peak of activations is the largest of several linear functions of the batch size, so it is convex, on both sides of
-        a full chunk of the loss. A straight line between two predicted batch sizes is therefore not too low.
+        a full chunk of the loss. A straight line between two of them is too low by at most what a GPU's allocator rounds.
         """
         prediction = self.prediction(choice, world_size)
         full_chunk = choice.loss_chunk // self.config.block_size  # fewer sequences have fewer logits than a chunk
@@ -242,4 +242,7 @@ class Planner:
         own = sizes.index(choice.batch_size)
         above = bisect_left(sizes, True, *((0, own) if exceeds(choice.batch_size) else (own + 1, len(sizes))), key=exceeds)
         low, high = sizes[above - 1] if above else 0, sizes[min(above, len(sizes) - 1)]
-        return low + bisect_left(range(low + 1, high), True, key=exceeds)
+        size = low + bisect_left(range(low + 1, high), True, key=exceeds)
+        while size > low and (insort(sizes, size) or exceeds(size)):  # what is among the sizes is predicted itself
+            size -= 1
+        return size

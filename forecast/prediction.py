@@ -1,7 +1,7 @@
 """What a rank holds and sends, and what the activations of a micro-step take. `forecast.run_memory` finds both for a run.
 
-The figures are those of a steady state, from the second step on. They count the elements of tensors. The allocator of a GPU
-rounds tensors up, and its libraries (cuBLAS, NCCL) take workspaces in addition.
+The figures are those of a steady state, from the second step on. Peaks of a GPU count what its allocator rounds up, but not the
+workspaces of its libraries (cuBLAS, NCCL).
 """
 
 from dataclasses import dataclass, field

@@ -22,7 +22,7 @@ from configurator import TRAIN, configure, settings_of
 from forecast.modes import MODES
 from forecast.optimizer_state import state_bytes, state_of_ranks
 from forecast.run_memory import CPU_RESIDENT, gpt_specs, planned_optimizer
-from model import GPTConfig
+from model import GPT2_SIZES, GPTConfig
 
 CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
 SETTINGS = [*SIZES, "--device=cpu", "--bucket_mb=0.02"]
@@ -56,9 +56,6 @@ def row(world_size, **changes):
 def rows_of(path):
     """The rows of a JSON file of plan.py: (world size, mode): figures."""
     return {(row["world_size"], row["mode"]): row for row in json.loads(path.read_text())["rows"]}
-
-
-IN_PLACE = "adamw_in_place", "torch_in_place"
 
 
 def test_the_state_is_that_of_the_optimizer_that_build_chooses(monkeypatch):
@@ -173,6 +170,24 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(memory_mb):
             other, found = choices(batch_size)
             result = other.forecast(found[mode], 2)
             assert (result.peak <= memory_mb * 1e6 / CPU_RESIDENT) == other.fits(result) == fits, mode
+
+
+def test_the_largest_batch_of_a_gpu_fits_though_its_allocator_rounds():
+    """Rounded, activations are no convex function of the batch size."""
+    settings = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "compile": True,
+        "use_zero1": False,
+        "gpu_memory_gb": 10.0,
+        "batch_size": 1,
+    }
+    one = planner(GPTConfig(**GPT2_SIZES["gpt2"], bias=False), **settings)
+    choice = one.chosen(1)
+    largest = one.largest_batch(choice, 1)
+    for batch_size, fits in ((largest, True), (largest + 1, False)):
+        activations = one.activations(replace(choice, batch_size=batch_size), 1)
+        assert one.fits(replace(one.prediction(choice, 1), activations=activations)) == fits
 
 
 def test_a_verdict_comes_first(planned):

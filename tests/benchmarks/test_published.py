@@ -18,13 +18,19 @@ def rows():
     return [row(point) for point in points()]
 
 
-def test_published_points_are_predicted(rows):
-    """Also those from which no correction was made."""
-    for some in (rows, [each for each in rows if not each["corrected from it"]]):
-        errors = [abs(each["off by, %"]) for each in some]
-        assert len(errors) > 30
-        assert statistics.median(errors) <= 1.0
-        assert max(errors) <= 6.0
+def test_published_peaks_are_predicted(rows):
+    """With what those programs take in addition; `plan.py` alone is too low, and XL, which is rounded most, is the best."""
+
+    def errors(rows, series=""):
+        found = [abs(each["off by, %"]) for each in rows if each["series"].startswith(series)]
+        return statistics.median(found), max(found), len(found)
+
+    median, largest, count = errors(rows)
+    assert (median <= 1.0, largest <= 6.0, count) == (True, True, 43)
+    assert errors(rows, "XL")[1] <= 1.3
+    alone = [row(point, ()) for point in points()]
+    assert 2.0 < errors(alone)[0] < 3.0
+    assert all(each["off by, %"] < 1.2 for each in alone)
 
 
 def test_the_table_is_what_the_command_writes(rows):
@@ -41,7 +47,11 @@ def test_the_table_is_what_the_command_writes(rows):
         (0, 0),
         (1, 512),
         (1000, 1024),
+        (MIB, MIB),
+        (MIB + 512, MIB + 512 + (MIB - 19 * 512) // 19),  # 19 in a segment
         (3 * MIB, 3 * MIB),  # six in a segment, 2 MiB are left, which is split off
+        (10 * MIB, 10 * MIB),
+        (39 * MIB, 40 * MIB),  # 1 MiB is left, and not split off
         (9.75 * MIB, 10 * MIB),  # two in a segment, 0.5 MiB is left
         (18.75 * MIB, 18.75 * MIB),  # a segment of 20 MiB, of which 1.25 is split off
         (39.5 * MIB, 40 * MIB),  # 0.5 MiB is not
@@ -61,6 +71,5 @@ def test_checkpointed_blocks_that_are_compiled_keep_no_casts():
     assert eager.forward - compiled.forward == pytest.approx(casts * 3 / 4, rel=0.3), "but for the block that runs"
 
 
-def test_the_mfu_is_between_the_published_ones():
-    assert [round(usual_mfu(numel)) for numel in (0, 1_000_000, 124_000_000, 1_558_000_000, 10**11)] == [33, 33, 33, 42, 42]
-    assert 33 < usual_mfu(350_000_000) < usual_mfu(774_000_000) < 42
+def test_the_default_mfu_is_that_of_the_nearer_model():
+    assert [usual_mfu(numel) for numel in (0, 124_000_000, 354_000_000, 774_000_000, 10**11)] == [33, 33, 33, 42, 42]

@@ -184,7 +184,7 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
     if (best := cheapest(planner, size)) is None:
         yield f"{'':7}nothing fits{wrong_tool(planner, size)}"
         return
-    how = "fastest that fits without more rounding, as predicted" if planner.flops else "cheapest that fits"
+    how = "fastest that fits and rounds no more, as predicted" if planner.flops else "cheapest that fits"
     yield from recommended(f"the {how}", best, planner, size, amount)
     if second := cheapest(planner, size, lambda choice: PAYS_WITH(choice) != PAYS_WITH(best)):
         yield from recommended("the second choice", second, planner, size, amount)

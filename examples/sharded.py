@@ -29,6 +29,6 @@ for step in range(saved["step"], saved["step"] + 10):
     optimizer.step()
     optimizer.zero_grad()
 if dist.get_rank() == 0:
-    print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.item():.4f}")
+    print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.item():.4f}", flush=True)
 checkpoint.save("state.pt", model, optimizer, step=step + 1)  # on all ranks; the file is always complete
-dist.destroy_process_group()
+os._exit(0)  # Python's own end can be aborted by the threads of gloo (https://github.com/pytorch/pytorch/pull/179291)

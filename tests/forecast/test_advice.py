@@ -135,7 +135,7 @@ def test_plan_says_what_to_do(data):
     lines = plan(*small, "--world_size=2", "--gpu_memory_gb=0.00035", "--device=cuda")
     assert "does not fit in 0.00035 GB" in lines
     assert re.search(
-        r"^ +the fastest that fits without more rounding, as predicted: --.*\n"
+        r"^ +the fastest that fits and rounds no more, as predicted: --.*\n"
         r" +peak .* MB \(\d+% to spare\), up to --batch_size=\d+; about ",
         lines,
         re.M,

@@ -1,4 +1,4 @@
-"""Signal handling. SIGTERM and SIGINT save and stop a run after the current step, SIGUSR1 saves. All ranks decide together."""
+"""Signal handling. SIGTERM, SIGINT and others save and stop a run after a step, SIGUSR1 saves. All ranks decide together."""
 
 import enum
 import os
@@ -27,6 +27,9 @@ class Action(enum.IntEnum):
 _ACTIONS: dict[int, Action] = {
     signal.SIGTERM: Action.SAVE_AND_STOP,
     signal.SIGINT: Action.SAVE_AND_STOP,
+    signal.SIGHUP: Action.SAVE_AND_STOP,  # the terminal is closed; torchrun passes it on, also under nohup
+    signal.SIGUSR2: Action.SAVE_AND_STOP,  # the last two warn of a time limit: of Grid Engine, and of the CPU time
+    signal.SIGXCPU: Action.SAVE_AND_STOP,
     signal.SIGUSR1: Action.SAVE,
 }
 
@@ -47,7 +50,8 @@ class Signals:
         os.set_blocking(outbox, False)
         signal.set_wakeup_fd(outbox)
         for number in _ACTIONS:
-            signal.signal(number, lambda *_: None)  # replaces the default action; the signal number goes to the inbox
+            if number in (signal.SIGTERM, signal.SIGINT) or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, lambda *_: None)  # replaces the default action; the signal number goes to the inbox
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def agree(self, action: Action = Action.CONTINUE) -> Action:

@@ -1,6 +1,6 @@
 """What this package refuses, with the reason and the remedy: what it cannot divide, move or follow."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ _ELEMENTWISE = ENTRIES.keys() - {torch.optim.Muon}
 KNOWN = _ELEMENTWISE | {Muon}
 # the state of these must not be rounded between updates. That of the others is means of gradients and of squares
 _EXACT = (torch.optim.Adagrad, torch.optim.ASGD, torch.optim.Rprop)
-_NEEDS_WHOLE = "it looks at the shape of a parameter; use ZeroRedundancyOptimizer (experimental), which keeps each one whole"
+_USE_WHOLE = "use ZeroRedundancyOptimizer (experimental), which keeps each parameter whole"
+_NEEDS_WHOLE = f"it looks at the shape of a parameter; {_USE_WHOLE}"
 _UNSUPPORTED = {
     torch.optim.Adafactor: _NEEDS_WHOLE,
     torch.optim.Muon: f"{_NEEDS_WHOLE}, or zero.Muon",
@@ -56,6 +57,29 @@ def check_class(optimizer_cls: Any, optimizer_class: Any, elementwise: bool) -> 
     return optimizer_cls
 
 
+def check_elementwise(make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], group: dict[str, Any]) -> None:
+    """Raise ValueError if 12 steps of a class differ for a small matrix and for its slices. `make`: from groups.
+
+    This does not prove the promise of `elementwise=True`: a class may look at a whole parameter later, or at all of them.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    values, gradients = (torch.randn(*shape, generator=generator, device="cpu") for shape in ((8, 12), (12, 8, 12)))
+    whole, slices = torch.nn.Parameter(values.clone()), [torch.nn.Parameter(part.clone()) for part in values.view(-1).split(32)]
+    device = group["params"][0].device
+    for params in [whole], slices:
+        for param in params:
+            param.data = param.data.to(device)
+        optimizer = make([{**group, "params": params}])
+        getattr(optimizer, "train", lambda: None)()  # of schedule-free classes
+        for gradient in gradients.view(12, -1):
+            for param, part in zip(params, gradient.split(params[0].numel()), strict=True):
+                param.grad = part.view_as(param).to(device, copy=True)  # some classes overwrite it
+            optimizer.step()
+    if not torch.allclose(whole.view(-1), torch.cat([*slices]), rtol=1e-4, atol=1e-6):
+        name = type(optimizer).__name__
+        raise ValueError(f"{name} updates a matrix otherwise than its slices, so it is not elementwise; {_USE_WHOLE}")
+
+
 def rounded_state(optimizer_cls: type[torch.optim.Optimizer]) -> Collection[str] | None:
     """Return the names of the state that may be rounded, the attribute `rounded_state` of a class; None: all of its state."""
     if optimizer_cls in _ELEMENTWISE and optimizer_cls not in _EXACT:
@@ -74,6 +98,17 @@ def check_rounding(optimizer_cls: type[torch.optim.Optimizer], groups: list[dict
     rounded_state(optimizer_cls)
     if optimizer_cls is torch.optim.RMSprop and any(group.get("centered") for group in groups):
         raise ValueError("RMSprop with centered=True subtracts one mean from another; use state_dtype='float32'")
+
+
+def checked_norm(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    """Return the arguments of `clip_grad_norm_` as numbers. Raise TypeError or ValueError for others."""
+    try:
+        max_norm, norm_type = float(max_norm), float(norm_type)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError("clip_grad_norm_ takes max_norm and norm_type, not parameters: it clips all gradients") from error
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} must be positive; 2.0 is the usual norm, inf the largest gradient")
+    return max_norm, norm_type
 
 
 def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype | None) -> None:

@@ -74,8 +74,9 @@ class ShardedDataParallel(nn.Module):
         self._autocast = {(data.device.type, data.dtype) for data in casts if optimizer.comm.checks_values}  # forward needs it
         self._check_parameters()
         self._placed.names.update({param: name for name, param in module.named_parameters()})
-        if self._placed.plan.param_dtype is not None:
-            module.to(self._placed.plan.param_dtype)
+        for param in module.parameters() if self._placed.plan.param_dtype is not None else ():
+            if param not in self._placed.number_of and param.is_floating_point():  # a frozen one
+                param.data = param.data.to(self._placed.plan.param_dtype)
         self._broadcast_unsharded()
         self.reducer = optimizer.source = Reducer(self, self._placed, reuse=type(optimizer.inner) in KNOWN)
         overlaps = units and not optimizer.comm.is_alone
@@ -107,8 +108,6 @@ class ShardedDataParallel(nn.Module):
             if any(buffer.uses_former_memory(tensor) for buffer in self._placed.buffers):
                 remedy = "use the parameter in its place, or clone() it"
                 raise ValueError(f"{name} shares memory with a parameter, which ShardedOptimizer has moved; {remedy}")
-            if self._placed.plan.param_dtype is not None and tensor.is_complex():
-                raise ValueError(f"param_dtype={self._placed.plan.param_dtype} would drop the imaginary parts of {name}")
 
     def _broadcast_unsharded(self) -> None:
         """Broadcast rank 0's frozen parameters and, with `broadcast_buffers`, its buffers to all ranks."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from zero.buckets import Bucket, Placement
 from zero.checks import SPARSE
+from zero.collectives import Communicator
 from zero.host_comm import cpu_group, extremes
 from zero.tensors import flattened, name_of, shaped
 
@@ -140,11 +141,23 @@ class SentGradient(torch.Tensor):
 
 
 def _refuse(function: str) -> None:
+    if function == "_to_copy":  # as in Module.to
+        raise RuntimeError("a model was moved or cast after ShardedOptimizer was built; build the optimizer after that")
     raise RuntimeError(
         "this gradient cannot be read or written: ShardedDataParallel has sent it, and each rank holds only its shards of the "
         "mean; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler, zero it with optimizer.zero_grad, and "
         f"call backward on an output of the wrapper (the function was {function})"
     )
+
+
+def norm_over_ranks(norms: list[torch.Tensor], norm_type: float, comm: Communicator) -> torch.Tensor:
+    """Return the norm of all gradients, given those of this rank. Needs to be called on all ranks."""
+    is_max = norm_type == math.inf
+    total = torch.stack(norms).max() if is_max else torch.stack(norms).pow(norm_type).sum()
+    # over all ranks, also if there are replicas: the norm must have the same bits on all of them
+    op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+    comm.wait("all-reduce", comm.all_reduce(total, op), total.device)
+    return total if is_max else (total / comm.replicas).pow(1 / norm_type)
 
 
 def float32_norms(gradients: list[torch.Tensor], norm_type: float = 2.0) -> list[torch.Tensor]:

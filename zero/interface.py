@@ -50,6 +50,12 @@ class DividedEntries(MutableMapping[Any, Any]):
     def get(self, key: Any, default: Any = None) -> Any:
         return self._home(key).get(key, default)
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return self._home(key).setdefault(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return self._home(key).pop(key, *default)
+
     def __iter__(self) -> Iterator[Any]:
         return itertools.chain(self.inner.state, self.of_callers)
 

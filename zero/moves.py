@@ -8,7 +8,7 @@ import torch
 
 from zero.autocast import check_autocast
 from zero.buckets import FlatBuffer, OwnedSlice, Placement, allocate
-from zero.checks import check_groups, check_parameters, check_rounding
+from zero.checks import KNOWN, check_elementwise, check_groups, check_parameters, check_rounding
 from zero.codecs import codec_of
 from zero.host_comm import check_same_on_all_ranks, on_all_ranks, on_any_rank
 from zero.layout import Plan, parameter_specs, plan
@@ -95,6 +95,8 @@ def _checked_plan(placed: Placement, groups: Groups, make_inner: partial[torch.o
         if issubclass(cls, Muon):
             check_matrices(groups)
         make_inner([_of_one_element(group, placed.device) for group in groups])
+        if cls not in KNOWN and comm.checks_values and not placed.buffers and params:
+            check_elementwise(make_inner, next(group for group in groups if group["params"]))
 
     on_all_ranks(check, comm.group)
     facts = {f"parameter {number}": (*properties(param), placed.autocast.get(param)) for number, param in enumerate(params)}

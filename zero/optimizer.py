@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 
 from zero.buckets import Bucket, Placement
-from zero.checks import check_addition, check_class, check_in_place
+from zero.checkpoint.state import restore
+from zero.checks import check_addition, check_class, check_in_place, checked_norm
 from zero.collectives import Communicator
-from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms
+from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms, norm_over_ranks
 from zero.host_comm import meet, on_all_ranks, on_any_rank
 from zero.interface import DividedEntries, DividedState
 from zero.moves import groups_of_slices, have_moved, lay_out
 from zero.options import Options
-from zero.sharded_state import Partition, hyperparameters, parameters
+from zero.sharded_state import Partition, hyperparameters, parameters, taken_over
 from zero.stopwatch import region
 from zero.tensors import flattened
 from zero.update import SliceUpdate
@@ -41,7 +42,7 @@ class ShardedOptimizer(DividedState):
     contract. Arguments and methods of ZeroRedundancyOptimizer have the same meaning.
 
     Args:
-        params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
+        params: parameters or parameter groups, the same on all ranks. Or an optimizer, whose class, groups and state it takes.
         optimizer_cls, optimizer_class: class of the inner optimizer; give one. A class from neither torch.optim nor `zero`
             steps once for all buckets. Its `train` and `eval`, if any, exist here too; call them on all ranks.
         process_group: the ranks that train the model. Default: all ranks, or this process without torch.distributed. A dry
@@ -65,7 +66,7 @@ class ShardedOptimizer(DividedState):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Any,
         optimizer_cls: type[torch.optim.Optimizer] | None = None,
         process_group: dist.ProcessGroup | Communicator | None = None,
         parameters_as_bucket_view: bool = False,
@@ -82,6 +83,10 @@ class ShardedOptimizer(DividedState):
         self.options = options or Options.taken_from(kwargs)
         if overlap_with_ddp:
             raise ValueError("overlap_with_ddp=True is not supported; use zero.ShardedDataParallel, which overlaps")
+        whole = params if isinstance(params, torch.optim.Optimizer) else None
+        if whole is not None:
+            params, kwargs = taken_over(whole, kwargs)
+            optimizer_cls = optimizer_cls or (None if optimizer_class else type(whole))
         optimizer_cls = check_class(optimizer_cls, optimizer_class, elementwise)
         self.comm = process_group if isinstance(process_group, Communicator) else Communicator(process_group, self.options)
         self.make_inner = partial(optimizer_cls, **kwargs)  # from groups of slices
@@ -93,6 +98,8 @@ class ShardedOptimizer(DividedState):
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
         self.entries = DividedEntries()
         self._build()
+        if whole is not None and whole.state:
+            restore(self, whole.state_dict())
 
     def _build(self) -> None:
         """Lay out the parameters where they are now, and make the optimizer of this rank's slices."""
@@ -231,8 +238,7 @@ class ShardedOptimizer(DividedState):
         Return the norm of all gradients before clipping, a float32 scalar. With `max_norm=math.inf`, only measure it.
         `norm_type` must be positive, and may be `math.inf`.
         """
-        if not (norm_type := float(norm_type)) > 0:
-            raise ValueError(f"norm_type={norm_type} must be positive; 2.0 is the usual norm, inf the largest gradient")
+        max_norm, norm_type = checked_norm(max_norm, norm_type)
         self.follow_moves()
         device = self.placed.buckets[0].data.device if self.placed.buckets else None
         norms = [torch.zeros((), dtype=torch.float32, device=device)]
@@ -241,12 +247,7 @@ class ShardedOptimizer(DividedState):
             self.source.collect(bucket)  # meanwhile, the gradients of the next bucket are in flight
             if gradients := [owned.local.grad for owned in bucket.owned if owned.local.grad is not None]:
                 norms += [norm.to(device) for norm in float32_norms(gradients, norm_type)]
-        is_max = norm_type == math.inf
-        total = torch.stack(norms).max() if is_max else torch.stack(norms).pow(norm_type).sum()
-        # over all ranks, also if there are replicas: the norm must have the same bits on all of them
-        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-        self.comm.wait("all-reduce", self.comm.all_reduce(total, op), total.device)
-        norm = total if is_max else (total / self.comm.replicas).pow(1 / norm_type)
+        norm = norm_over_ranks(norms, norm_type, self.comm)
         if max_norm < math.inf:
             groups = (self if self.source.is_whole else self.inner).param_groups
             torch.nn.utils.clip_grads_with_norm_(itertools.chain(*(group["params"] for group in groups)), max_norm, norm)

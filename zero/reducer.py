@@ -387,11 +387,11 @@ def _wait_for_reductions(of_buckets: list[BucketGradients]) -> None:
 
 
 def check_not_wrapped(module: nn.Module) -> None:
-    """Raise ValueError if the gradients of a parameter go to the reducer of another wrapper."""
+    """Raise ValueError if a parameter has the hook of another wrapper, alive or not."""
     for name, param in module.named_parameters():
         hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
-        if any(getattr(hook, "func", None) is _call_reducer and hook.args[0]() is not None for hook in hooks):
-            raise ValueError(f"{name} is wrapped by another ShardedDataParallel; a model is wrapped once, for its life")
+        if any(getattr(hook, "func", None) is _call_reducer for hook in hooks):
+            raise ValueError(f"{name} was wrapped in another ShardedDataParallel; a model is wrapped once, for its life")
 
 
 def _call_reducer(reducer: weakref.ref[Reducer], number: int, param: nn.Parameter) -> None:

@@ -1,5 +1,6 @@
 """The partition of the optimizer state over the ranks, for each of the three implementations."""
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,6 +88,13 @@ def settled_partition(optimizer: torch.optim.Optimizer) -> Partition:
     elif isinstance(optimizer, ZeroRedundancyOptimizer):
         meet(optimizer.process_group)
     return partition(optimizer)
+
+
+def taken_over(optimizer: torch.optim.Optimizer, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the groups of an optimizer, and the arguments that make another one of its class, with `kwargs` in their place."""
+    accepted = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    return [{**group} for group in optimizer.param_groups], defaults | kwargs
 
 
 def first_state(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, dict[str, Any]]:

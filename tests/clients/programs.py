@@ -42,17 +42,19 @@ def trainer(is_sharded, folder, first, steps):
     how = {"use_cpu": True, "max_steps": first + steps, "per_device_train_batch_size": BATCH, "save_steps": first + steps}
     how |= {"logging_steps": 1, "report_to": "none", "disable_tqdm": True}
     how |= {"max_grad_norm": 1.0, "lr_scheduler_type": "constant"}
-    settings = TrainingArguments(folder, **how)
+    settings = TrainingArguments(folder, learning_rate=1e-2, weight_decay=0.1, **how)
     model, data = gpt2(), [{"input_ids": row, "labels": row} for row in tokens(settings.world_size)]
-    optimizer = adamw(model.parameters(), is_sharded)
 
-    class Consolidating(Trainer):
+    class Sharded(Trainer):
+        def create_optimizer(self, *args):
+            self.sharded = self.optimizer = ShardedOptimizer(super().create_optimizer(*args))
+            return self.sharded
+
         def _save_optimizer_and_scheduler(self, output_dir):
-            if is_sharded:
-                optimizer.consolidate_state_dict()  # on all ranks
+            self.sharded.consolidate_state_dict()  # on all ranks
             super()._save_optimizer_and_scheduler(output_dir)
 
-    run = Consolidating(model, settings, train_dataset=data, optimizers=(optimizer, None))
+    run = (Sharded if is_sharded else Trainer)(model, settings, train_dataset=data)
     run.train(resume_from_checkpoint=bool(first))
     return [float(entry["loss"]) for entry in run.state.log_history if "loss" in entry][-steps:]
 

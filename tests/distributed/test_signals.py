@@ -70,10 +70,10 @@ def test_sigusr1_saves_and_goes_on_and_a_second_sigint_ends_at_once(data, tmp_pa
 def test_a_signal_whose_checkpoint_cannot_be_written(data, tmp_path):
     """The run does not say that it was saved, and its exit code is 1 on all ranks."""
     with started(tmp_path, data, limit=100_000) as run:
-        os.kill(run.pids[-1], signal.SIGTERM)
+        os.kill(run.pids[-1], signal.SIGHUP)  # as torchrun does when its terminal is closed
         _, codes, printed, errors = run.finish()
     assert codes == [1, 1], errors
-    assert "SIGTERM: saving and stopping at the next step boundary" in printed
+    assert "SIGHUP: saving and stopping at the next step boundary" in printed
     assert "WARNING: the checkpoint was not written" in printed
     assert "stopped by a signal" not in printed
     assert "the run ends without its last checkpoint" in errors
@@ -100,6 +100,22 @@ def decisions():
         found += [signals.agree(Action.FAIL if rank == 0 else Action.SAVE), signals.agree()]
     assert printed.getvalue().count("\n") == (2 if rank == 1 else 0)
     return [action.name for action in found]
+
+
+def test_what_was_ignored_at_the_start_stays_ignored():
+    """As SIGHUP under nohup; but a launcher may let ranks ignore SIGINT."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGHUP, signal.SIGINT)}
+    wakeup = signal.set_wakeup_fd(-1)
+    try:
+        Signals()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
+            signal.signal(number, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_the_largest_action_of_any_rank_is_agreed_on_once():

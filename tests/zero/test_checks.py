@@ -23,6 +23,22 @@ class WithOwnHook(SGD):
         self.register_step_post_hook(lambda *_: None)
 
 
+class OfTheNorm(SGD):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+
+
+class OfTheShape(SGD):
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad - (param.grad.mean(0) if param.dim() > 1 else 0), alpha=group["lr"])
+
+
 def at_once(do, *args, **kwargs):
     """A case without a set-up."""
 
@@ -57,6 +73,13 @@ def a_gradient_by_hand():
     optimizer.step()
 
 
+def a_model_with_gradients_is_moved():
+    model, _ = wrap(net())
+    backward(model)
+    yield
+    model.double()
+
+
 def before_a_step_alone(change):
     def steps():
         module = net()
@@ -75,14 +98,6 @@ def on_rank_1(change):
 
 def a_frozen_alias(module):
     module.alias = nn.Parameter(module[0].weight.data, requires_grad=False)
-
-
-def a_complex_buffer():
-    module = net()
-    module.register_buffer("phases", torch.ones(3, dtype=torch.complex64))
-    optimizer = ShardedOptimizer(module.parameters(), SGD, param_dtype="bfloat16")
-    yield
-    ShardedDataParallel(module, optimizer)
 
 
 def an_unfrozen_parameter():
@@ -227,6 +242,9 @@ CONSTRUCTION = {  # ValueError
         )
     },
     "registers step hooks on itself": [an_optimizer_of(lambda: torch.ones(4), WithOwnHook, elementwise=True, lr=0.1)],
+    "updates a matrix otherwise than its slices": [
+        an_optimizer_of(lambda: torch.ones(4), cls, elementwise=True, lr=0.1) for cls in (OfTheNorm, OfTheShape)
+    ],
     r"norm_type=.* must be positive": [
         at_once(lambda wrong=wrong: wrap(net())[1].clip_grad_norm_(1.0, wrong)) for wrong in (0.0, -1.0, torch.nan)
     ],
@@ -253,13 +271,13 @@ CONSTRUCTION = {  # ValueError
     "alias shares memory with a parameter, which ShardedOptimizer has moved": [
         wrapped(lambda module: module.register_buffer("alias", module[0].weight.data[2]))
     ],
-    "imaginary parts of phases": [a_complex_buffer],
     "needs a ShardedOptimizer, not SGD": [at_once(lambda: ShardedDataParallel(net(), SGD(net().parameters())))],
     r"not the optimizer's: 2\.weight, 2\.bias; .*or use DistributedDataParallel": [
         at_once(lambda: ShardedDataParallel(module := net(), ShardedOptimizer(module[0].parameters(), AdamW)))
     ],
 }
 USE = {  # RuntimeError
+    "was moved or cast after ShardedOptimizer was built": [a_model_with_gradients_is_moved],
     # -- what happens before a step
     "gradients set by hand are not sent": [a_gradient_by_hand],
     r"0\.bias was frozen when": [an_unfrozen_parameter],
@@ -274,7 +292,7 @@ USE = {  # RuntimeError
         a_gradient_that_is_not_finite_on_one_rank,
     ],
     # -- what is read or written
-    r"the optimizer state is divided among the ranks.*read this rank's slices in optimizer\.inner\.state": [
+    r"the optimizer state is divided among the ranks.*iterate over optimizer\.state": [
         of_the_optimizer(lambda optimizer, weight: optimizer.state[weight]),
         of_the_optimizer(lambda optimizer, weight: weight in optimizer.state),
         of_the_optimizer(lambda optimizer, weight: optimizer.state.get(weight)),
@@ -283,9 +301,12 @@ USE = {  # RuntimeError
     "expand": [another_shape, partial(another_shape, param_dtype="bfloat16")],
 }
 COPIES = {  # TypeError
+    "takes max_norm and norm_type, not parameters": [
+        of_the_optimizer(lambda optimizer, weight: optimizer.clip_grad_norm_([weight], 1.0))
+    ],
     r"consolidate_state_dict\(\)": [
         of_the_optimizer(lambda optimizer, _, copy=each: copy(optimizer)) for each in (pickle.dumps, copy.deepcopy)
-    ]
+    ],
 }
 
 
@@ -316,6 +337,13 @@ def what_is_admitted():
     model = DistributedDataParallel(module)
     del model
     ShardedOptimizer(module.parameters(), SGD, param_dtype="bfloat16")
+    module = net()
+    module[2].requires_grad_(False)
+    for name, table in (("table", torch.ones(3)), ("phases", torch.ones(3, dtype=torch.complex64))):
+        module.register_buffer(name, table)
+    wrap(module, SGD, lr=0.1, param_dtype="bfloat16")
+    assert {param.dtype for param in module.parameters()} == {torch.bfloat16}
+    assert (module.table.dtype, module.phases.dtype) == (torch.float32, torch.complex64), "such as rotary tables"
 
 
 def test_refusals_and_what_is_admitted():

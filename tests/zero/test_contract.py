@@ -408,11 +408,15 @@ def groups_are_those_of_construction():
 def a_model_is_wrapped_once():
     model, optimizer = trained()
     again = ShardedOptimizer(model.module.parameters(), torch.optim.AdamW)
+    dead, its_optimizer = trained()
+    module = dead.module
+    del dead, its_optimizer
     refused_at_once = [
+        (module, ShardedOptimizer(module.parameters(), torch.optim.AdamW), "was wrapped in another ShardedDataParallel"),
         (model.module, optimizer, "the optimizer has a ShardedDataParallel already"),
         (net(), optimizer, "the optimizer has a ShardedDataParallel already"),
         (model, again, "wrapped for data parallelism already"),
-        (model.module, again, "is wrapped by another ShardedDataParallel"),
+        (model.module, again, "was wrapped in another ShardedDataParallel"),
     ]
     for module, its_optimizer, message in refused_at_once:
         with pytest.raises(ValueError, match=message):

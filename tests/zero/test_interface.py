@@ -262,6 +262,29 @@ def refuses_the_state_of_others():
         optimizer.state = {optimizer.param_groups[0]["params"][0]: {}}
 
 
+def takes_over(optimizer_class, **arguments):
+    """The class, the groups and the state of an optimizer that has made steps."""
+    pairs = []
+    for _ in range(2):
+        module = net()
+        groups = [{"params": [module[0].weight], "lr": 0.03}, {"params": [*module.parameters()][1:]}]
+        pairs.append((module, optimizer_class(groups, lr=0.01, **arguments)))
+    for step in range(3):
+        step_of_each(step, *pairs)
+    (module, optimizer), (oracle, plain) = pairs
+    optimizer = ShardedOptimizer(optimizer, bucket_mb=TINY_MB)
+    held = consolidate(optimizer)
+    assert dist.get_rank() or held["state"].keys() == plain.state_dict()["state"].keys()
+    assert all(optimizer.defaults[key] == plain.defaults[key] for key in arguments)
+    for step in range(3, 6):
+        step_of_each(step, (module, optimizer), (oracle, plain))
+    assert_equal(weights(module), weights(oracle))
+
+
+def test_another_optimizer_is_taken_over():
+    run_in_turn(2, partial(takes_over, AdamW, betas=(0.8, 0.9), weight_decay=0.3), partial(takes_over, SGD, momentum=0.9))
+
+
 def test_state_is_reset_or_refused():
     calls = [partial(is_reset, reset) for reset in (cleared, assigned, in_a_loop, with_keys)]
     calls += [partial(is_reset, reset, state_dtype="int8") for reset in (cleared, assigned, with_keys)]

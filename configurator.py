@@ -280,7 +280,7 @@ def _checked(key: str, value: Any, known: dict[str, Setting], where: str) -> Any
         raise ValueError(f"{key}={value} in {where} is not a finite number")
     if isinstance(value, str) and value != value.encode(errors="replace").decode():
         raise ValueError(f"{key}={value!r} is not text in UTF-8; use another name")
-    return value
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value  # a path
 
 
 def _shortened(text: str) -> str:

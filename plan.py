@@ -10,13 +10,6 @@ What fits: the largest batch, the fewest GPUs, the largest model. And what a run
     $ python plan.py config/train_gpt2_xl.py --world_size=8 --find=batch        # or gpus, or model
     $ python plan.py config/train_gpt2.py --world_size=8 --gpu=H100 --gpu_hour_price=2.50
 
-One card, and two without bfloat16:
-    $ python plan.py config/finetune_gpt2_xl_one_gpu.py --world_size=1 --gpu=4090
-    $ python plan.py config/finetune_shakespeare.py --world_size=2 --gpu=T4 --init_from=gpt2-large
-
-The table as a file:
-    $ python plan.py config/train_gpt2_xl.py --json=plan.json
-
 Every setting of train.py is a setting of plan.py, with the same default; python train.py --help explains them.
 
 Time is estimated: computation at --mfu per cent of the data sheet's peak, and the communication that does not overlap
@@ -33,9 +26,8 @@ Columns, of the rank with the most optimizer state:
   masters      its part of the float32 copy of 16-bit weights, or its remainders
   buckets      the most that communication holds in addition to gradients
   activations  what forward keeps for backward
-  temporary    what the peak needs in addition: gradients of the logits and of the tied embedding, autocast's copies of
-               float32 weights, what a GPU's allocator rounds up, or on a CPU the original weights while the model is
-               wrapped
+  temporary    what the peak needs in addition: gradients of the logits and of the tied embedding, casts of weights,
+               what a GPU's allocator rounds up, or on a CPU the original weights while the model is wrapped
   peak         the most while training; compiled blocks count as not compiled, the loss counts as --compile says.
                On a GPU, PyTorch counts cuBLAS's workspaces, too: 0.07 GB from Hopper on, 0.02 before
   at save      the peak while a checkpoint is saved, with async_save while training goes on

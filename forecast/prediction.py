@@ -1,7 +1,6 @@
 """What a rank holds and sends, and what the activations of a micro-step take. `forecast.run_memory` finds both for a run.
 
-The figures are those of a steady state, from the second step on. Peaks of a GPU count what its allocator rounds up, but not the
-workspaces of its libraries (cuBLAS, NCCL).
+The figures are of a steady state, from the second step on. A GPU's peaks count what its allocator rounds up, not workspaces.
 """
 
 from dataclasses import dataclass, field

@@ -96,7 +96,6 @@ def predicted_activations(workload: Workload, weights: str) -> Activations:
 
 def _kept(function: Callable[..., Any], *arguments: Any, sources: tuple[str, ...]) -> Any:
     """Return what a function returns, as JSON, from a file if it is there: a dry run takes a moment, fake tensors seconds.
-
     `sources`: the files, besides forecast's own and distributed/machine.py, whose change makes a result invalid.
     """
     known, text = _known(), f"{function.__name__} {arguments} {_version('forecast/*.py', 'distributed/machine.py', *sources)}"

@@ -59,6 +59,11 @@ def check_combinations(settings: dict[str, Any], world_size: int) -> None:
         )
     Flags.of(settings).implementation(world_size)
     muon_of(settings)
+    least, rate = settings["min_lr"], settings["learning_rate"]
+    if settings["decay_lr"] and least > rate:
+        raise ValueError(
+            f"min_lr={least:g} is above learning_rate={rate:g}, so it would grow; lower it, or use --decay_lr=False"
+        )
 
 
 def compare_model_and_data(model: torch.nn.Module, fingerprint: dict[str, str], **values: Any) -> None:

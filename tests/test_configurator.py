@@ -80,6 +80,14 @@ MISTAKES_IN_FILES = {
 }
 
 
+def test_a_path_in_the_home_folder(monkeypatch, tmp_path):
+    """Python and the shell expand it where it is a word of its own, but not after --out_dir=."""
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "config.py").write_text("dataset = '~/data/text'\n")
+    found = configure(settings_of(TRAIN), [str(tmp_path / "config.py"), "--out_dir=~/out", "--wandb_run_name=a~/b"])
+    assert [found[key] for key in ("dataset", "out_dir", "wandb_run_name")] == ["/home/me/data/text", "/home/me/out", "a~/b"]
+
+
 def test_mistakes_end_with_one_line(capsys, tmp_path):
     for argument, message in MISTAKES.items():
         assert message in refused(capsys, DEFAULTS | OTHERS, argument)

@@ -111,17 +111,14 @@ class DividedState(DividedOptimizer):
 
     def _zeros(self) -> dict[Any, Any]:
         """Return the state after a first step, with zeros."""
-        plan, stand_ins = self.partition().plan, dict[Any, torch.nn.Parameter]()
-        for param, dtype in zip(parameters(self), plan.update_dtypes, strict=True):
-            empty = torch.empty_like(param, dtype=dtype, device="meta")
-            stand_ins[param] = torch.nn.Parameter(empty, param.requires_grad)
-        groups = [{**group, "params": [stand_ins[param] for param in group["params"]]} for group in self.param_groups]
-        for group in groups:
-            group |= {"fused": False} if "fused" in group else {}  # fused kernels make no state there
-        state = first_state(self.make_inner(groups))
-        numbers = {param: number for number, param in enumerate(stand_ins.values())}
-        zeros = partial(torch.zeros_like, device="cpu")
-        return {numbers[param]: tree_map_only(torch.Tensor, zeros, of) for param, of in state.items()}
+        typed = zip(parameters(self), self.partition().plan.update_dtypes, strict=True)
+        empty = ((torch.empty_like(param, dtype=dtype, device="meta"), param.requires_grad) for param, dtype in typed)
+        left, groups = iter(params := list(itertools.starmap(torch.nn.Parameter, empty))), list[dict[str, Any]]()
+        for group in self.param_groups:
+            slow = {"fused": False} if "fused" in group else {}  # fused kernels make no state there
+            groups.append({**group, **slow, "params": [next(left) for _ in group["params"]]})
+        state, zeros = first_state(self.make_inner(groups)), partial(torch.zeros_like, device="cpu")
+        return {number: tree_map_only(torch.Tensor, zeros, state[p]) for number, p in enumerate(params) if p in state}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the `state_dict()` of the unsharded optimizer, on the rank that `consolidate_state_dict` has named.

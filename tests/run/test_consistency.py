@@ -94,6 +94,14 @@ def test_the_ranks_of_every_printed_command_can_share_its_batch(capsys):
     assert len(found) > 25
 
 
+def test_a_rate_that_would_grow_is_refused_unless_it_does_not_decay():
+    settings = settings_of(TRAIN) | {"learning_rate": 1e-5}  # below the default of min_lr
+    with pytest.raises(ValueError, match=r"min_lr=6e-05 is above learning_rate=1e-05.*--decay_lr=False"):
+        check_combinations(settings, 1)
+    check_combinations(settings | {"decay_lr": False}, 1)
+    check_combinations(settings | {"min_lr": 1e-5}, 1)
+
+
 @pytest.mark.parametrize("steps", [1, 5, 7, 40, 240])
 def test_the_remedy_keeps_the_sequences_of_an_iteration(steps):
     for batch_size, ranks in product((1, 2, 10, 12, 64), (2, 4, 8, 16, 32, 64)):

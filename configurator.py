@@ -37,7 +37,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import torch
 
-from distributed.exits import exit_on_wrong_input
+from distributed.exits import exit_on_wrong_input, guard_output
 from distributed.launch import launched
 from distributed.rendezvous import connect
 from forecast import modes
@@ -96,6 +96,8 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None, connects:
         connects: whether the ranks of torchrun start their process group first, so that they end together.
     """
     launch = launched()
+    if settings.get("__name__") == "__main__":
+        guard_output(goes_on=connects)
     argv = sys.argv[1:] if argv is None else argv
     if connects and not {"-h", "--help"} & {*argv}:
         connect(launch)
@@ -110,10 +112,7 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None, connects:
             files.pop(key, None)
         elif argument in ("-h", "--help"):
             if launch.rank == 0:
-                try:
-                    print(_help(settings, known), flush=True)
-                except BrokenPipeError:  # `head` has read enough; Python flushes stdout once more at its end
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                print(_help(settings, known), flush=True)
             sys.exit(0)
         elif argument.startswith("-"):
             key = argument.lstrip("-")

@@ -25,7 +25,7 @@ from charts.lines import Points, Run
 from charts.page import page
 from charts.runs import picture, sections
 from charts.style import save
-from distributed.exits import exit_on_wrong_input
+from distributed.exits import exit_on_wrong_input, guard_output
 from run import out_folder
 from run.logger import FACTS, METRICS_FILE, event_of
 from zero.checkpoint.files import atomic_write
@@ -140,4 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    guard_output(goes_on=False)
     main()

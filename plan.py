@@ -43,7 +43,6 @@ Modes:
 import itertools
 import math
 import os
-import signal
 from collections.abc import Callable, Iterator
 from json import dump
 from operator import attrgetter, itemgetter
@@ -54,7 +53,7 @@ from configurator import TRAIN, NonNegativeFloat, NonNegativeInt, PositiveFloat,
 from data.dataset import DATA_DIR, Dataset
 from data.shards import paths_of
 from data.vocabulary import DataError, expected_vocab_size
-from distributed.exits import exit_on_wrong_input
+from distributed.exits import exit_on_wrong_input, guard_output
 from distributed.ranks import check_backend
 from forecast.advice import batch_of_the_run, candidates, cheapest, fewest_ranks, largest_model, prices
 from forecast.modes import MODES, explained, without_effect
@@ -352,5 +351,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without an error
+    guard_output(goes_on=False)
     main()

@@ -3,11 +3,12 @@
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -27,6 +28,43 @@ def finish(exit_code: int = 0) -> NoReturn:
     if dist.is_initialized():
         os._exit(exit_code)
     sys.exit(exit_code)
+
+
+class _Output:
+    """A text stream that may be lost, as on a full disk or with a closed terminal. The other one of the two tells it, once."""
+
+    def __init__(self, stream: Any, other: Any) -> None:
+        self._stream, self._other = stream, other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, write: Callable[..., Any], *text: str) -> None:
+        try:
+            write(*text)
+        except (OSError, ValueError) as error:
+            other, self._other = self._other, None
+            if other is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    print(f"WARNING: {self._stream.name} cannot be written: {error}; the run goes on", file=other, flush=True)
+
+
+def guard_output(goes_on: bool) -> None:
+    """Escape what the encoding of the output lacks. If nobody reads it, this process `goes_on`, or ends without an error."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # typed as TextIO
+    if goes_on:
+        out, err = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = _Output(out, err), _Output(err, out)  # type: ignore[assignment]
+    else:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 @contextmanager

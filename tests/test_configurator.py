@@ -139,17 +139,6 @@ data
 """
 
 
-def test_help_ends_well_if_nobody_reads_it(monkeypatch):
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as stdout, monkeypatch.context() as context:
-        context.setattr("sys.stdout", stdout)
-        with pytest.raises(SystemExit) as end:
-            configure({"__file__": TRAIN, **DEFAULTS}, ["--help"])
-        stdout.flush()  # as at the end of Python
-    assert end.value.code == 0
-
-
 def test_help_shows_what_stands_beside_the_settings(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

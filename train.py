@@ -49,7 +49,8 @@ eval_iters: PositiveInt = 200  # an evaluation takes 12 * eval_iters sequences o
 sample_interval: NonNegativeInt = 0  # iterations from one short sample of text to the next; 0: no samples
 eval_only = False  # evaluate once and exit
 stop_at_val_loss: NonNegativeFloat = 0.0  # end when an evaluation has a validation loss of at most this; 0.0: never
-always_save_checkpoint = True  # after every evaluation and at the end; False: when the validation loss improves
+always_save_checkpoint = True  # after every evaluation; False: when the loss improves, and keep the best in ckpt_best.pt
+save_interval: NonNegativeInt = 0  # iterations from one save to the next, whatever evaluations do; 0: at evaluations
 keep_checkpoints: NonNegativeInt = 0  # number of ckpt_<iter>.pt files to keep beside ckpt.pt and ckpt_prev.pt
 async_save = False  # write checkpoints in the background
 # 'auto': resume if out_dir has a checkpoint, otherwise scratch; so torchrun --max-restarts=3 goes on after a rank is lost
@@ -137,7 +138,7 @@ with run.stage("making the model"), SkipInitialization() if rank > 0 else nullco
     data = Dataset(dataset, block_size)
     if checkpoint is not None:
         compare_with_checkpoint(checkpoint, config, data)
-        state.resume(checkpoint, sequences_per_iter)
+        state.resume(checkpoint, sequences_per_iter, data.fingerprint)
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
         print0(f"with the checkpoint's model, at iteration {state.iter_num}: {raw_model.config}")
     elif init_from in ("scratch", "auto"):

@@ -2,6 +2,7 @@
 
 ckpt.pt             the newest checkpoint
 ckpt_prev.pt        the previous checkpoint, which is used if the newest is damaged
+ckpt_best.pt        the best checkpoint of a run that keeps it, if the newest is another one
 ckpt_<iter>.pt      the last checkpoints by iteration, if requested
 ckpt*.pt.tmp        a file that is being written. The next start removes what a killed process has left.
 """
@@ -20,7 +21,7 @@ from zero.checkpoint.files import atomic_write
 from zero.checkpoint.format import NAME, verify, write
 from zero.checkpoint.state import CheckpointError
 
-PREVIOUS = "ckpt_prev.pt"
+PREVIOUS, BEST = "ckpt_prev.pt", "ckpt_best.pt"
 NEWEST = NAME, PREVIOUS  # from which a run can resume
 _BY_ITERATION = "ckpt_{:08d}.pt"
 _KEPT = re.compile(r"ckpt_(\d{8,})\.pt")  # apart from temporary files, only names that match this are removed
@@ -42,7 +43,8 @@ def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool 
     At every moment, `ckpt.pt` is the old file or the new one, complete and on the disk. The old one becomes `ckpt_prev.pt`.
 
     Args:
-        checkpoint: nanoGPT's six keys, and any other keys with plain values and tensors, on the CPU or the meta device.
+        checkpoint: nanoGPT's six keys, and any other keys with plain values and tensors, on the CPU or the meta device. With
+            "is_best", the last one for which this is true is kept.
         keep: number of checkpoints that are kept by iteration.
         rotate: False if the old file is corrupt and must not replace `ckpt_prev.pt`.
         pieces: of the tensors of `checkpoint` that are on the meta device.
@@ -51,11 +53,15 @@ def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool 
     are unchanged then.
     """
     begin = time.perf_counter()
-    path = os.path.join(folder, NAME)
+    path, best = (os.path.join(folder, name) for name in (NAME, BEST))
     with atomic_write(path) as temporary:
         write(checkpoint, temporary, pieces)
         if rotate and os.path.exists(path):
             _link_or_copy(path, os.path.join(folder, PREVIOUS), link=True)  # `path` becomes a new file, so a link is enough
+            if checkpoint.get("is_best") is False and load(path).get("is_best"):
+                _link_or_copy(path, best, link=True)
+    if checkpoint.get("is_best") and os.path.exists(best):
+        os.remove(best)
     iteration, write_s = checkpoint["iter_num"], time.perf_counter() - begin
     return SaveReport(iteration, os.path.getsize(path), write_s, warning=_keep(path, keep, iteration) if keep else None)
 
@@ -66,13 +72,15 @@ def sweep(folder: str) -> None:
         os.remove(leftover)
 
 
-def find(folder: str) -> tuple[str, str | None]:
-    """Return the newest checkpoint of a folder that `checkpoint_keys.load` reads, and what is wrong with a newer one, or None.
+def find(folder: str, best: bool = False) -> tuple[str, str | None]:
+    """Return the newest checkpoint of a folder that `checkpoint_keys.load` reads, and what is wrong with a newer one.
 
-    Reads every byte. Call it on one process only. Raises CheckpointError if there is none.
+    `best`: return the best one, if it is kept. Reads every byte. Call it on one process only.
+
+    Raises CheckpointError if there is none.
     """
     warnings: list[str] = []
-    for name in NEWEST:
+    for name in (BEST, *NEWEST) if best else NEWEST:
         path = os.path.join(folder, name)
         try:
             verify(path)
@@ -86,7 +94,7 @@ def find(folder: str) -> tuple[str, str | None]:
 
 def names(folder: str) -> list[str]:
     """Return the names of all checkpoints of a folder, `ckpt.pt` as the last one."""
-    found = [name for name in os.listdir(folder) if name in NEWEST or _KEPT.fullmatch(name)]
+    found = [name for name in os.listdir(folder) if name in (BEST, *NEWEST) or _KEPT.fullmatch(name)]
     return sorted(found, key=lambda name: (name == NAME, name))
 
 

@@ -37,6 +37,7 @@ _KINDS = _IN_TRAINING | {
     "data_position": _is_count,
     "dataset": dict[str, str],
     "elapsed_s": _is_number,
+    "is_best": bool,
     "scaler": _is_scaler,
     "vocabulary": str,
     "wandb_run_id": str | None,

@@ -33,23 +33,24 @@ class State:
     wandb_run_id: str | None = None
     elapsed_s: float = 0.0  # wall time until the end of the last iteration, with evaluations and checkpoints; nan: unknown
 
-    def resume(self, checkpoint: dict[str, Any], sequences_per_iter: int) -> None:
-        """Continue from a checkpoint, which may be nanoGPT's."""
+    def resume(self, checkpoint: dict[str, Any], sequences_per_iter: int, dataset: dict[str, str]) -> None:
+        """Continue from a checkpoint, which may be nanoGPT's. With another dataset, the best loss starts anew."""
         self.iter_num, self.wandb_run_id = checkpoint["iter_num"], checkpoint.get("wandb_run_id")
         self.data_position = checkpoint.get("data_position", self.iter_num * sequences_per_iter)
         self.elapsed_s = checkpoint.get("elapsed_s", math.nan)
-        if not math.isnan(checkpoint["best_val_loss"]):  # with nan, no later loss would be an improvement
+        is_same = checkpoint.get("dataset", dataset) == dataset
+        if is_same and not math.isnan(checkpoint["best_val_loss"]):  # with nan, no later loss would be an improvement
             self.best_val_loss = float(checkpoint["best_val_loss"])
 
 
 def find_newest(folder: str) -> str:
-    """Return the path of the newest checkpoint of a run that is not corrupt, for scripts that do not train.
+    """Return the path of the checkpoint of a run, the best one if it is kept, for scripts that do not train.
 
     Needs to be called on all ranks. Raises ValueError on all ranks if there is none.
     """
 
     def find() -> str:
-        path, warning = checkpoint_folder.find(folder)
+        path, warning = checkpoint_folder.find(folder, best=True)
         if warning:
             sys.stderr.write(f"WARNING: {warning}; using {path}, the previous checkpoint\n")
         return path
@@ -78,7 +79,9 @@ class Checkpoints:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.folder, self.always, self.read_only = (settings[key] for key in ("out_dir", "always_save_checkpoint", "eval_only"))
-        self._keep, self._in_background = settings["keep_checkpoints"], settings["async_save"]
+        self._keep, self._in_background, self._interval = (
+            settings[key] for key in ("keep_checkpoints", "async_save", "save_interval")
+        )
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
         self.newest: int | None = None  # iteration of the checkpoint that was loaded, or whose save began last
         self._lock: TextIO | None = None  # on rank 0
@@ -124,22 +127,22 @@ class Checkpoints:
         how = self._keep, self._in_background, self._newest_is_corrupt, not self.read_only
         self._writer = CheckpointWriter(self.folder, *how)
 
-    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
-        """Write a checkpoint, see `CheckpointWriter.write`; `report` says whether this succeeded."""
+    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any], is_best: bool) -> None:
+        """Write a checkpoint, see `CheckpointWriter.write`; `report` says whether this succeeded.
+
+        Without `always`, samples are drawn from the best one, which stays beside this one.
+        """
         print0(f"saving checkpoint to {self.folder}")
         self.newest = values["iter_num"]
         begin = time.perf_counter()
-        self._writer.write(model, optimizer, values)
+        self._writer.write(model, optimizer, values if self.always else {**values, "is_best": is_best})
         if is_rank_0():
             self._blocked_s.append(time.perf_counter() - begin)
 
     def action_due(self, iteration: int, is_end: bool) -> Action:
-        """Return Action.SAVE if the run ends before `iteration` and this end is not saved yet, otherwise Action.CONTINUE.
-
-        Without `always`, the newest checkpoint is the best one, and the end is saved only if there is none.
-        """
-        is_due = self.newest is None or (self.always and self.newest != iteration)
-        return Action.SAVE if is_end and is_due else Action.CONTINUE
+        """Return Action.SAVE if a checkpoint is due before `iteration` and not written, otherwise Action.CONTINUE."""
+        is_due = is_end or (self._interval > 0 < iteration and iteration % self._interval == 0)
+        return Action.SAVE if is_due and self.newest != iteration else Action.CONTINUE
 
     def report(self, log: Logger, at_end: bool = False) -> bool:
         """Print and log the results of the saves that have ended since the last call. `at_end`: first wait for all saves.
@@ -196,7 +199,7 @@ class Checkpoints:
         if not self.read_only and os.path.isdir(self.folder):
             self._take_lock()  # before reading: another run could replace the file
         try:
-            path, warning = checkpoint_folder.find(self.folder)
+            path, warning = checkpoint_folder.find(self.folder, best=self.read_only)
         except CheckpointError as error:
             runs = out_folder.earlier(self.folder)
             remedy = f"use --out_dir={runs[max(runs)]}" if runs else "check --out_dir"

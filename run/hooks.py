@@ -67,6 +67,7 @@ class Run:
         self._untimed_from = 0.0  # seconds, when the last block that is not timed began
         self._unread: Iteration | None = None  # the last one, if its figures are not read yet
         self._action = Action.CONTINUE  # of all ranks, as the iteration begins, or after its evaluation
+        self._best_at = -1  # the iteration of the best evaluation
         self._reached = False  # whether the last evaluation has reached `stop_at_val_loss`
 
     # -- set-up --------------------------------------------------------------------------------------------------------
@@ -134,9 +135,9 @@ class Run:
 
     def agree(self) -> None:
         """Call first in an iteration: all ranks agree on `must_save` and `must_stop`. A signal or a failure on one counts."""
-        is_end = self.state.iter_num > self.config["max_iters"] and not self.guard.consecutive
-        failed = self.checkpoints.report(self.log) or self.guard.failed
-        self._action = self.signals.agree(Action.FAIL if failed else self.checkpoints.action_due(self.state.iter_num, is_end))
+        is_end, failed = self.state.iter_num > self.config["max_iters"], self.checkpoints.report(self.log) or self.guard.failed
+        due = Action.CONTINUE if self.guard.consecutive else self.checkpoints.action_due(self.state.iter_num, is_end)
+        self._action = self.signals.agree(Action.FAIL if failed else due)
         position.begin_iteration(self.state.iter_num)
 
     @property
@@ -221,7 +222,8 @@ class Run:
         if self.guard.consecutive or not all(map(math.isfinite, losses.values())):
             self.log.warn("not saved for this evaluation: the loss or the last gradients are not finite")
             return
-        is_best = losses["val"] < self.state.best_val_loss
+        if is_best := losses["val"] < self.state.best_val_loss:
+            self._best_at = self.state.iter_num
         self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
         self._reached = is_reached(self.config, losses["val"])
         due = self.checkpoints.action_due(self.state.iter_num, is_end=self._reached)  # perhaps before the first iteration
@@ -234,7 +236,8 @@ class Run:
         with self.untimed("saving the checkpoint", patient=True), self.progress.task("saving the checkpoint"):
             self.guard.report(self.state.iter_num - 1)
             if not self.guard.failed:
-                self.checkpoints.save(self.raw_model, self.optimizer, {**values, **vars(self.state)})
+                is_best = self._best_at == self.state.iter_num
+                self.checkpoints.save(self.raw_model, self.optimizer, {**values, **vars(self.state)}, is_best)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -249,6 +252,8 @@ class Run:
         self.profiler.finish()
         self.progress.close()
         end = self.state.iter_num
+        if not (failed or self.checkpoints.read_only or self.checkpoints.newest == end):
+            self.log.warn(f"the last checkpoint is of iteration {self.checkpoints.newest}: later gradients are not finite")
         self.log.log({"iter": end, "iter/tokens": self._tokens(), "time/elapsed_s": self.meter.elapsed_s()})
         stopped = f"stopped by a signal before iteration {end}"
         if failed:

@@ -15,6 +15,7 @@ from scripts import ROOT, check_mistakes, run, torch_load, train
 from data.dataset import vocabulary_of
 from data.vocabulary import gpt2_encoding, load_meta
 from model import GPT, GPTConfig
+from run.checkpoint_folder import find
 from zero import checkpoint as ckpt
 
 transformers = pytest.importorskip("transformers")
@@ -171,7 +172,7 @@ def test_a_checkpoint_goes_through_file_by_file(data, tmp_path):
     settings = ["--dropout=0.0", "--n_embd=64", "--n_layer=4", "--always_save_checkpoint=False"]
     _, before, _ = train(tmp_path, data, *settings, ranks=2)
     exported, _ = export(tmp_path, before=partial(faults.small_files, limit))
-    checkpoint = ckpt.load(str(tmp_path / "ckpt.pt"))
+    checkpoint = ckpt.load(find(str(tmp_path), best=True)[0])
     model = GPT.from_checkpoint(checkpoint).eval()
     index = json.loads((tmp_path / "exported" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 5

@@ -114,7 +114,7 @@ def names(folder):
 
 def checkpoints(folder, read_only=False):
     settings = {"out_dir": str(folder), "keep_checkpoints": 0, "async_save": False}
-    return Checkpoints(settings | {"always_save_checkpoint": True, "eval_only": read_only})
+    return Checkpoints(settings | {"always_save_checkpoint": True, "save_interval": 0, "eval_only": read_only})
 
 
 def start_anew(folder, read_only=False):

@@ -11,8 +11,10 @@ from scripts import FEW, SETTINGS, events_of, run, torch_load, train
 from toy import assert_equal
 
 from distributed.signals import Action
+from run.checkpoint_folder import find
 from run.checkpoints import Checkpoints
 from run.rank_checks import check_vocabulary
+from zero import checkpoint as ckpt
 
 SIX_KEYS = {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
 SAVING_MEMORY = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8", "--loss_chunk=8", "--activation_checkpointing=True"]
@@ -108,17 +110,43 @@ def test_the_end_of_a_run_is_saved_and_goes_on_bit_for_bit(data, tmp_path, ranks
 
 
 @pytest.mark.parametrize("always", [True, False])
-def test_when_the_end_is_saved(tmp_path, always):
-    """Without always_save_checkpoint, ckpt.pt is the best one, and the end does not replace it."""
-    settings = {"out_dir": str(tmp_path), "keep_checkpoints": 0, "async_save": False}
-    checkpoints = Checkpoints(settings | {"always_save_checkpoint": always, "eval_only": False})
+def test_when_a_checkpoint_is_due_and_which_is_kept(tmp_path, always):
+    """Without always_save_checkpoint, the best one stays beside the newest, for samples."""
+    settings = {"out_dir": str(tmp_path), "keep_checkpoints": 0, "async_save": False, "save_interval": 4, "eval_only": False}
+    checkpoints = Checkpoints(settings | {"always_save_checkpoint": always})
     checkpoints.claim()
-    assert checkpoints.action_due(5, is_end=False) == Action.CONTINUE
-    assert checkpoints.action_due(5, is_end=True) == Action.SAVE, "a run without a checkpoint"
     model = torch.nn.Linear(2, 2)
-    checkpoints.save(model, torch.optim.AdamW(model.parameters()), {"iter_num": 5})
-    assert checkpoints.action_due(5, is_end=True) == Action.CONTINUE, "just saved"
-    assert checkpoints.action_due(6, is_end=True) == (Action.SAVE if always else Action.CONTINUE)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def save(iteration, is_best):
+        values = {"iter_num": iteration, "model_args": {}, "best_val_loss": 1.0, "config": {}}
+        checkpoints.save(model, optimizer, values, is_best)
+        return [ckpt.load(find(str(tmp_path), best)[0])["iter_num"] for best in (False, True)]
+
+    assert [checkpoints.action_due(iteration, is_end=False) for iteration in (0, 3, 4)] == [
+        *(Action.CONTINUE, Action.CONTINUE),
+        Action.SAVE,
+    ]
+    assert save(4, is_best=False) == [4, 4]
+    assert checkpoints.action_due(4, is_end=True) == Action.CONTINUE, "just saved"
+    assert checkpoints.action_due(5, is_end=True) == Action.SAVE
+    assert save(6, is_best=True) == [6, 6]
+    for iteration in (8, 9, 10):
+        assert save(iteration, is_best=False) == [iteration, iteration if always else 6]
+    assert save(11, is_best=True) == [11, 11]
+    assert sorted(os.listdir(tmp_path)) == ["ckpt.pt", "ckpt_prev.pt", "run.lock"]
+
+
+def test_an_end_without_an_evaluation_is_saved_beside_the_best(data, tmp_path):
+    """And goes on from there, with the losses of a run that has not ended."""
+    settings = "--always_save_checkpoint=False", "--lr_decay_iters=20"
+    whole, evaluations, _ = train(tmp_path / "whole", data, *settings, "--max_iters=9")
+    train(tmp_path / "run", data, *settings, "--max_iters=6")
+    assert torch_load(tmp_path / "run")["iter_num"] == 7
+    resumed, _, _ = train(tmp_path / "run", data, *settings, "--init_from=resume", "--max_iters=9")
+    assert [resumed[i] for i in range(7, 10)] == [whole[i] for i in range(7, 10)]
+    best = min((i for i in evaluations if i), key=lambda i: evaluations[i][1])
+    assert ckpt.load(find(str(tmp_path / "whole"), best=True)[0])["iter_num"] == best
 
 
 def test_another_dataset_is_named_and_so_are_settings_without_effect(data, runs, out, other):

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import sys
 import urllib.request
 import zlib
@@ -223,12 +224,40 @@ def begun(documents: Iterator[str]) -> Iterator[str]:
 
 
 def tokenized(documents: Iterator[str], encoding: "tiktoken.Encoding") -> Iterator[list[int]]:
-    """Yield the tokens of each document. All cores tokenize some documents while the next ones are read."""
+    """Yield the tokens of each document. All cores tokenize some documents while the next ones are read.
+
+    Raises:
+        DataError: as `encoded`, with the number of the document.
+    """
+    count = 0
     with ThreadPoolExecutor(1) as reader:
         ahead = reader.submit(lambda: list(itertools.islice(documents, _BATCH)))
         while batch := ahead.result():
             ahead = reader.submit(lambda: list(itertools.islice(documents, _BATCH)))
-            yield from encoding.encode_ordinary_batch(batch, num_threads=os.cpu_count() or 1)
+            try:
+                tokens = encoding.encode_ordinary_batch(batch, num_threads=os.cpu_count() or 1)
+            except BaseException as error:
+                if not _is_panic(error):
+                    raise
+                tokens = [encoded(text, encoding, f"document {number}") for number, text in enumerate(batch, count + 1)]
+            yield from tokens
+            count += len(batch)
+
+
+def encoded(text: str, encoding: "tiktoken.Encoding", name: str) -> list[int]:
+    """Return the tokens of a text. Raise DataError with its name if tiktoken cannot make them."""
+    try:
+        return encoding.encode_ordinary(text)
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        longest = max(map(len, re.findall(r"\s+", text)), default=0)
+        why = f"it has {longest:,} blanks in a row; shorten them" if longest > 10_000 else "split it"
+        raise DataError(f"tiktoken cannot tokenize {name}, of {len(text):,} characters: {why}") from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"  # of Rust, which is no Exception
 
 
 def write_dataset(

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 from data.common import atomic, begun, exit_on_error, from_hub, input_argument, local_documents, parquet_documents, tokenized
-from data.vocabulary import gpt2_encoding
+from data.vocabulary import DataError, gpt2_encoding
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 VOCAB_SIZE = None  # for plan.py: GPT-2's, without a meta.pkl
@@ -85,6 +85,8 @@ def write(documents: Iterator[str], encoding: tiktoken.Encoding) -> dict[str, in
             files[split].write(np.array([*tokens, encoding.eot_token], dtype=np.uint16).tobytes())
             counts[split] += len(tokens) + 1
             bar.update()
+        if not counts["train"]:
+            raise DataError("the only document is for validation; give at least two")
     return counts
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-from data.common import exit_on_error, input_argument, tiny_shakespeare, write_dataset
+from data.common import encoded, exit_on_error, input_argument, tiny_shakespeare, write_dataset
 from data.vocabulary import gpt2_encoding
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
@@ -18,6 +18,7 @@ VOCAB_SIZE = None  # for plan.py: GPT-2's, without a meta.pkl
 if __name__ == "__main__":
     local = input_argument(__doc__.splitlines()[0])
     with exit_on_error():
-        text, encode = tiny_shakespeare(DIRECTORY, local), gpt2_encoding().encode_ordinary
+        text, encoding = tiny_shakespeare(DIRECTORY, local), gpt2_encoding()
         split = int(len(text) * 0.9)
-        write_dataset(DIRECTORY, encode(text[split:]), encode(text[:split]))
+        val, train = (encoded(part, encoding, local or "the text") for part in (text[split:], text[:split]))
+        write_dataset(DIRECTORY, val, train)

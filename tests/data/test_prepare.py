@@ -192,6 +192,25 @@ def test_openwebtext_from_a_file(folder, tmp_path, tiktoken_cache):
     assert found == {"val.bin": [texts[0], texts[2000], ""], "train.bin": [*texts[1:2000], ""]}
 
 
+@pytest.mark.parametrize("name", ["shakespeare", "openwebtext"])
+def test_documents_without_tokens_leave_the_dataset_of_before(folder, tmp_path, name, tiktoken_cache):
+    """What tiktoken cannot tokenize is named, and a single document leaves nothing to train on."""
+    (tmp_path / "good.txt").write_text("ab\n" * 2000)
+    (tmp_path / "blanks.txt").write_text("one\ntwo\n" + 1_000_000 * " " + "x\n" + "three\n" * 40_000)
+    (tmp_path / "single.txt").write_text("one document\n")
+    prepare(folder / name, tmp_path / "good.txt").succeeded()
+    before = contents(folder / name)
+    refused = prepare(folder / name, tmp_path / "blanks.txt")
+    assert refused.returncode == 2
+    [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    document = "document 3" if name == "openwebtext" else f"{tmp_path}/blanks.txt"
+    assert line.startswith(f"error: tiktoken cannot tokenize {document}, of ")
+    assert "it has 1,000,00" in line
+    if name == "openwebtext":
+        assert "give at least two" in prepare(folder / name, tmp_path / "single.txt").stderr
+    assert contents(folder / name) == before
+
+
 def test_offline_download_says_where_the_file_goes(folder, monkeypatch):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     line = prepare(folder / "shakespeare_char").refusal()

@@ -200,11 +200,13 @@ def allocated(nbytes: int) -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of one rank, which corresponds to an MFU of 100 %.
+    """Return the peak FLOP/s of one rank, which corresponds to an MFU of 100 %; 0 for a CPU, whose speed varies too much.
 
     For bfloat16 and float16 on a GPU in the table, this is the figure of the data sheet. In all other cases, this function
     multiplies large matrices for 0.2 s and takes the fastest product.
     """
+    if device.type == "cpu":
+        return 0.0
     if device.type == "cuda" and dtype != torch.float32 and (found := card(torch.cuda.get_device_name(device))):
         return found.tflops * 1e12
     size = 8192 if device.type == "cuda" else 512

@@ -50,7 +50,8 @@ class Meter:
         if self.device.type == "cuda":  # the large matrices do not belong to the memory of the run
             torch.cuda.empty_cache()
             self.memory.forget_peak()
-        print0(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
+        if self.peak_flops:
+            print0(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
         self._mfu: dict[str, float] = {}  # running mean in percent, as in nanoGPT; empty if not measured yet
         self._communication = CommunicationMeter(self.memory.model, self.memory.optimizer)
         self._phases = Stopwatch()
@@ -109,7 +110,7 @@ class Meter:
         figures, (phases, waited) = ended.figures.read(), ended.lap.read()
         seconds, sent = phases["lap"] / 1000, ended.lap.sent
         made = ended.number - self._first + 1  # iterations of this process
-        if made > self._WARM_UP:
+        if made > self._WARM_UP and self.peak_flops:
             mfu = self.flops_per_iter / seconds / self.peak_flops * 100
             self._mfu = {"mfu": 0.9 * self._mfu.get("mfu", mfu) + 0.1 * mfu}
         self._waited_for |= waited.keys()

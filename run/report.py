@@ -79,7 +79,7 @@ def rows(summary: Summary) -> dict[str, str]:
         ],
         "speed": [
             fill("{median_tokens_per_second:,.0f} tokens/s"),
-            fill(", MFU {median_mfu:.1f} %", " of this CPU's fastest matrix product" if device == "cpu" else ""),
+            fill(", MFU {median_mfu:.1f} %"),
             medians,
         ],
         "communication": [

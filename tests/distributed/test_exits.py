@@ -4,7 +4,7 @@ import os
 import subprocess
 
 import pytest
-from scripts import FEW, SETTINGS, command, torch_load
+from scripts import FEW, SETTINGS, command, events_of, torch_load
 
 
 def start(script, *arguments, stdout, **variables):
@@ -33,6 +33,7 @@ def test_a_run_whose_log_cannot_be_written_goes_on(data, tmp_path, lost):
     assert "; the run goes on" in errors
     assert torch_load(tmp_path)["iter_num"] > 0
     assert (tmp_path / "report.md").exists()
+    assert not any("mfu" in event for event in events_of(tmp_path)), "of a CPU"
 
 
 def test_text_that_the_encoding_lacks_is_escaped(tmp_path):

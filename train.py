@@ -32,6 +32,7 @@ from distributed.launch import launched
 from distributed.ranks import print0, start, sum_over_ranks
 from forecast.modes import MOMENTUM, muon_of
 from model import GPT, GPTConfig, SkipInitialization, check_block_size
+from run.checkpoints import load_weights
 from run.hooks import Run
 from run.rank_checks import check_combinations, compare_model_and_data, compare_settings, compare_with_checkpoint
 from zero import ShardedGradScaler
@@ -54,7 +55,9 @@ save_interval: NonNegativeInt = 0  # iterations from one save to the next, whate
 keep_checkpoints: NonNegativeInt = 0  # number of ckpt_<iter>.pt files to keep beside ckpt.pt and ckpt_prev.pt
 async_save = False  # write checkpoints in the background
 # 'auto': resume if out_dir has a checkpoint, otherwise scratch; so torchrun --max-restarts=3 goes on after a rank is lost
-init_from = "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
+init_from = (
+    "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder of a GPT-2 or a run
+)
 # wandb
 wandb_log = False  # only rank 0 logs; WANDB_MODE, WANDB_ENTITY and all other variables of wandb count
 wandb_project = "owt"  # a name of wandb
@@ -144,6 +147,9 @@ with run.stage("making the model"), SkipInitialization() if rank > 0 else nullco
     elif init_from in ("scratch", "auto"):
         print0("Initializing a new model from scratch")
         raw_model = GPT(GPTConfig.of(config, vocab_size=data.vocab_size or GPTConfig.vocab_size))
+    elif (earlier := load_weights(init_from, data)) is not None:
+        print0(f"Initializing from the weights of the run in {init_from}")
+        raw_model = GPT.from_checkpoint(earlier, dropout)
     else:
         print0(f"Initializing from GPT-2 weights: {init_from}")
         raw_model = GPT.from_pretrained(init_from, dropout)

@@ -150,7 +150,7 @@ def parts(gpus: int, out: str) -> list[Part]:
         right("train-float16", 2, "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", *unclipped),
         right("train-saved", 2, "--dtype=float32", "--always_save_checkpoint=True", eager),
         right("train-resumed", 1, "--dtype=float32", "--init_from=resume", "--max_iters=25", eager, folder="train-saved"),
-        Part("published", 120, 0, ["-m", "benchmarks.published", "--measure"]),  # beside GPUs of others
+        Part("published", 240, 0, ["-m", "benchmarks.published", "--measure"]),  # beside GPUs of others
         bench("memory-2-ranks", 120, "gpt2-medium", "--modes=adamw,sharded,codecs", ranks=2),
         fast("profile", 90, *of_gpt2, "--max_iters=12", "--profile=True", eager),
         right("train-compiled", 2, "--compile=True", limit_s=120),

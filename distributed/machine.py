@@ -156,7 +156,9 @@ def _cpuinfo() -> str:
 
 
 def divide_threads(local_world_size: int) -> None:
-    """Give each rank on this machine its share of the cores. torchrun would give each rank a single thread."""
+    """Give each rank on this machine its share of the cores, unless OMP_NUM_THREADS says another number than torchrun's 1."""
+    if os.environ.get("OMP_NUM_THREADS", "1") != "1":
+        return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // local_world_size))
 

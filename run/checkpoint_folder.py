@@ -38,7 +38,7 @@ class SaveReport(NamedTuple):
 
 
 def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = True, pieces: Pieces = ()) -> SaveReport:
-    """Make a checkpoint the newest in a folder, which must exist, and remove what is no longer needed. Call it on rank 0 only.
+    """Make a checkpoint the newest in a folder, and remove what is no longer needed. Call it on rank 0 only.
 
     At every moment, `ckpt.pt` is the old file or the new one, complete and on the disk. The old one becomes `ckpt_prev.pt`.
 
@@ -54,6 +54,7 @@ def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool 
     """
     begin = time.perf_counter()
     path, best = (os.path.join(folder, name) for name in (NAME, BEST))
+    os.makedirs(folder, exist_ok=True)  # somebody may have removed it
     with atomic_write(path) as temporary:
         write(checkpoint, temporary, pieces)
         if rotate and os.path.exists(path):

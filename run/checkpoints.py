@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
+from data.dataset import Dataset
 from distributed.ranks import on_rank_0, print0
 from distributed.signals import Action
 from distributed.watchdog import position
@@ -18,6 +19,7 @@ from run.checkpoint_folder import SaveReport
 from run.checkpoint_keys import load, load_to_train
 from run.checkpoint_writer import CheckpointWriter, DivergedError
 from run.logger import Logger
+from run.rank_checks import check_vocabulary
 from zero import checkpoint as ckpt
 from zero.checkpoint import CheckpointError
 from zero.host_comm import gather_objects, is_rank_0
@@ -67,6 +69,18 @@ def load_newest(folder: str) -> dict[str, Any]:
     Raises ValueError on all ranks, if there is none, or a rank cannot read it.
     """
     return ckpt.load_on_all_ranks(find_newest(folder), load)
+
+
+def load_weights(folder: str, data: Dataset) -> dict[str, Any] | None:
+    """Return the checkpoint of another run, to begin with its weights; None if rank 0 sees none. Call it on all ranks.
+
+    Raises ValueError as `load_newest`, or if the dataset has another vocabulary.
+    """
+    if not on_rank_0(lambda: any(os.path.exists(os.path.join(folder, name)) for name in checkpoint_folder.NEWEST)):
+        return None
+    checkpoint = load_newest(folder)
+    check_vocabulary(checkpoint, data.name, data.meta)
+    return checkpoint
 
 
 class Checkpoints:

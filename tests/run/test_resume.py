@@ -149,6 +149,17 @@ def test_an_end_without_an_evaluation_is_saved_beside_the_best(data, tmp_path):
     assert ckpt.load(find(str(tmp_path / "whole"), best=True)[0])["iter_num"] == best
 
 
+def test_a_run_begins_with_the_weights_of_another(data, tmp_path):
+    train(tmp_path / "first", data)
+    unchanged = "--learning_rate=1e-30", "--min_lr=0", "--max_iters=1", f"--init_from={tmp_path / 'first'}"
+    losses, _, printed = train(tmp_path / "second", data, *unchanged, ranks=2)
+    assert f"Initializing from the weights of the run in {tmp_path / 'first'}" in printed
+    assert sorted(losses) == [0, 1]
+    first, second = (torch_load(tmp_path / name) for name in ("first", "second"))
+    assert second["iter_num"] == 2
+    assert_equal(second["model"], first["model"])
+
+
 def test_another_dataset_is_named_and_so_are_settings_without_effect(data, runs, out, other):
     """Another batch size is neither: the run goes on where the data was left."""
     assert "note: " not in runs["one"].printed

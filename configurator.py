@@ -69,6 +69,9 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]  # of the computation:
 PER_HOST = {"out_dir", "dataset", "wandb_log", "wandb_project", "wandb_run_name"}
 
 
+PATHS = {"out_dir", "dataset", "init_from", "json", "to"}  # of all scripts: settings that may be paths, in which ~/ is expanded
+
+
 class Setting(NamedTuple):
     """What a script declares of a setting."""
 
@@ -97,7 +100,7 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None, connects:
     """
     launch = launched()
     if settings.get("__name__") == "__main__":
-        guard_output(goes_on=connects)
+        guard_output(goes_on="max_iters" in settings)  # training
     argv = sys.argv[1:] if argv is None else argv
     if connects and not {"-h", "--help"} & {*argv}:
         connect(launch)
@@ -279,7 +282,7 @@ def _checked(key: str, value: Any, known: dict[str, Setting], where: str) -> Any
         raise ValueError(f"{key}={value} in {where} is not a finite number")
     if isinstance(value, str) and value != value.encode(errors="replace").decode():
         raise ValueError(f"{key}={value!r} is not text in UTF-8; use another name")
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value  # a path
+    return os.path.expanduser(value) if key in PATHS else value
 
 
 def _shortened(text: str) -> str:

@@ -55,9 +55,7 @@ save_interval: NonNegativeInt = 0  # iterations from one save to the next, whate
 keep_checkpoints: NonNegativeInt = 0  # number of ckpt_<iter>.pt files to keep beside ckpt.pt and ckpt_prev.pt
 async_save = False  # write checkpoints in the background
 # 'auto': resume if out_dir has a checkpoint, otherwise scratch; so torchrun --max-restarts=3 goes on after a rank is lost
-init_from = (
-    "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder of a GPT-2 or a run
-)
+init_from = "scratch"  # 'scratch', 'resume', 'auto', 'gpt2' (or -medium, -large, -xl), or a folder of a GPT-2 or a run
 # wandb
 wandb_log = False  # only rank 0 logs; WANDB_MODE, WANDB_ENTITY and all other variables of wandb count
 wandb_project = "owt"  # a name of wandb
@@ -149,7 +147,7 @@ with run.stage("making the model"), SkipInitialization() if rank > 0 else nullco
         raw_model = GPT(GPTConfig.of(config, vocab_size=data.vocab_size or GPTConfig.vocab_size))
     elif (earlier := load_weights(init_from, data)) is not None:
         print0(f"Initializing from the weights of the run in {init_from}")
-        raw_model = GPT.from_checkpoint(earlier, dropout)
+        raw_model, earlier = GPT.from_checkpoint(earlier, dropout), None  # frees the memory
     else:
         print0(f"Initializing from GPT-2 weights: {init_from}")
         raw_model = GPT.from_pretrained(init_from, dropout)

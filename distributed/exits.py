@@ -1,9 +1,9 @@
 """How the ranks end: together, with one line that says why."""
 
 import contextlib
+import io
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,8 +33,8 @@ def finish(exit_code: int = 0) -> NoReturn:
 class _Output:
     """A text stream that may be lost, as on a full disk or with a closed terminal. The other one of the two tells it, once."""
 
-    def __init__(self, stream: Any, other: Any) -> None:
-        self._stream, self._other = stream, other
+    def __init__(self, stream: Any, other: Any, goes_on: bool) -> None:
+        self._stream, self._other, self._goes_on = stream, other, goes_on
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -50,6 +50,10 @@ class _Output:
         try:
             write(*text)
         except (OSError, ValueError) as error:
+            if not self._goes_on and isinstance(error, BrokenPipeError):
+                os._exit(0)
+            if not self._goes_on:
+                raise
             other, self._other = self._other, None
             if other is not None:
                 with contextlib.suppress(OSError, ValueError):
@@ -58,13 +62,10 @@ class _Output:
 
 def guard_output(goes_on: bool) -> None:
     """Escape what the encoding of the output lacks. If nobody reads it, this process `goes_on`, or ends without an error."""
-    for stream in (sys.stdout, sys.stderr):
+    out, err = (stream or io.TextIOWrapper(io.BytesIO()) for stream in (sys.stdout, sys.stderr))  # None: closed by the shell
+    for stream in (out, err):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # typed as TextIO
-    if goes_on:
-        out, err = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = _Output(out, err), _Output(err, out)  # type: ignore[assignment]
-    else:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.stdout, sys.stderr = _Output(out, err, goes_on), _Output(err, out, goes_on)  # type: ignore[assignment]
 
 
 @contextmanager

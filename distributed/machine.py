@@ -156,8 +156,9 @@ def _cpuinfo() -> str:
 
 
 def divide_threads(local_world_size: int) -> None:
-    """Give each rank on this machine its share of the cores, unless OMP_NUM_THREADS says another number than torchrun's 1."""
-    if os.environ.get("OMP_NUM_THREADS", "1") != "1":
+    """Give each rank on this machine its share of the cores, unless the user has set OMP_NUM_THREADS. torchrun sets it to 1."""
+    by_torchrun = "1" if "TORCHELASTIC_RUN_ID" in os.environ else ""
+    if os.environ.get("OMP_NUM_THREADS", "") not in ("", by_torchrun):
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // local_world_size))

@@ -59,9 +59,9 @@ def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool 
         write(checkpoint, temporary, pieces)
         if rotate and os.path.exists(path):
             _link_or_copy(path, os.path.join(folder, PREVIOUS), link=True)  # `path` becomes a new file, so a link is enough
-            if checkpoint.get("is_best") is False and load(path).get("is_best"):
+            if checkpoint.get("is_best") is False and _is_best(path):
                 _link_or_copy(path, best, link=True)
-    if checkpoint.get("is_best") and os.path.exists(best):
+    if checkpoint.get("is_best") is not False and os.path.exists(best):
         os.remove(best)
     iteration, write_s = checkpoint["iter_num"], time.perf_counter() - begin
     return SaveReport(iteration, os.path.getsize(path), write_s, warning=_keep(path, keep, iteration) if keep else None)
@@ -81,7 +81,7 @@ def find(folder: str, best: bool = False) -> tuple[str, str | None]:
     Raises CheckpointError if there is none.
     """
     warnings: list[str] = []
-    for name in (BEST, *NEWEST) if best else NEWEST:
+    for name in (BEST, *NEWEST) if best and _is_kept(folder) else NEWEST:
         path = os.path.join(folder, name)
         try:
             verify(path)
@@ -91,6 +91,21 @@ def find(folder: str, best: bool = False) -> tuple[str, str | None]:
             if name == NAME or os.path.exists(path):
                 warnings.append(str(error))
     raise CheckpointError("; ".join(warnings))
+
+
+def _is_best(path: str) -> bool:
+    with suppress(CheckpointError):
+        return load(path).get("is_best", False)
+    return False
+
+
+def _is_kept(folder: str) -> bool:
+    """Return whether the best checkpoint is an earlier one of the run that has the newest, as it was trained last."""
+    with suppress(CheckpointError):
+        newest, best = (load(os.path.join(folder, name)) for name in (NAME, BEST))
+        is_earlier = best.get("iter_num", 0) < newest.get("iter_num", 0) and best.get("dataset") == newest.get("dataset")
+        return is_earlier and newest.get("is_best") is False
+    return False
 
 
 def names(folder: str) -> list[str]:

@@ -253,7 +253,9 @@ class Run:
         self.progress.close()
         end = self.state.iter_num
         if not (failed or self.checkpoints.read_only or self.checkpoints.newest == end):
-            self.log.warn(f"the last checkpoint is of iteration {self.checkpoints.newest}: later gradients are not finite")
+            last = self.checkpoints.newest
+            which = "there is no checkpoint" if last is None else f"the last checkpoint is of iteration {last}"
+            self.log.warn(f"{which}: later losses or gradients are not finite")
         self.log.log({"iter": end, "iter/tokens": self._tokens(), "time/elapsed_s": self.meter.elapsed_s()})
         stopped = f"stopped by a signal before iteration {end}"
         if failed:

@@ -1,5 +1,6 @@
 """What this package refuses, with the reason and the remedy: what it cannot divide, move or follow."""
 
+import copy
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from zero.buckets import Placement
 from zero.muon import Muon
+from zero.stopwatch import without_hooks
 from zero.tensors import is_dense, may_overlap, memory_span, name_of
 
 SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"
@@ -57,25 +59,29 @@ def check_class(optimizer_cls: Any, optimizer_class: Any, elementwise: bool) -> 
     return optimizer_cls
 
 
-def check_elementwise(make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], group: dict[str, Any]) -> None:
-    """Raise ValueError if 12 steps of a class differ for a small matrix and for its slices. `make`: from groups.
+def check_elementwise(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], group: dict[str, Any], device: torch.device
+) -> None:
+    """Raise ValueError if 12 steps with the hyperparameters of a group differ for a small matrix and for its slices.
 
     This does not prove the promise of `elementwise=True`: a class may look at a whole parameter later, or at all of them.
+    `make`: from groups. A learning rate of zero would hide everything.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     values, gradients = (torch.randn(*shape, generator=generator, device="cpu") for shape in ((8, 12), (12, 8, 12)))
-    whole, slices = torch.nn.Parameter(values.clone()), [torch.nn.Parameter(part.clone()) for part in values.view(-1).split(32)]
-    device = group["params"][0].device
-    for params in [whole], slices:
-        for param in params:
-            param.data = param.data.to(device)
-        optimizer = make([{**group, "params": params}])
-        getattr(optimizer, "train", lambda: None)()  # of schedule-free classes
-        for gradient in gradients.view(12, -1):
-            for param, part in zip(params, gradient.split(params[0].numel()), strict=True):
-                param.grad = part.view_as(param).to(device, copy=True)  # some classes overwrite it
-            optimizer.step()
-    if not torch.allclose(whole.view(-1), torch.cat([*slices]), rtol=1e-4, atol=1e-6):
+    results = []
+    with torch.random.fork_rng(devices=[]):
+        for parts in [values], values.view(-1).split(32):
+            params = [torch.nn.Parameter(part.to(device, copy=True)) for part in parts]
+            own = copy.deepcopy({key: value for key, value in group.items() if key != "params"}) | {"params": params}
+            optimizer = make([own | {"lr": 1e-3} if "lr" in own and not own["lr"] else own])
+            getattr(optimizer, "train", lambda: None)()  # of schedule-free classes
+            for gradient in gradients.view(12, -1):
+                for param, part in zip(params, gradient.split(params[0].numel()), strict=True):
+                    param.grad = part.view_as(param).to(device, copy=True)  # some classes overwrite it
+                without_hooks(type(optimizer).step)(optimizer)
+            results.append(torch.cat([param.detach().view(-1) for param in params]))
+    if not torch.allclose(results[0], results[1], rtol=1e-4, atol=1e-6):
         name = type(optimizer).__name__
         raise ValueError(f"{name} updates a matrix otherwise than its slices, so it is not elementwise; {_USE_WHOLE}")
 

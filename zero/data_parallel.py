@@ -77,6 +77,9 @@ class ShardedDataParallel(nn.Module):
         for param in module.parameters() if self._placed.plan.param_dtype is not None else ():
             if param not in self._placed.number_of and param.is_floating_point():  # a frozen one
                 param.data = param.data.to(self._placed.plan.param_dtype)
+        for part in module.modules() if self._placed.plan.param_dtype is not None else ():
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):  # whose kernels need one dtype; other buffers stay
+                part.to(self._placed.plan.param_dtype)
         self._broadcast_unsharded()
         self.reducer = optimizer.source = Reducer(self, self._placed, reuse=type(optimizer.inner) in KNOWN)
         overlaps = units and not optimizer.comm.is_alone

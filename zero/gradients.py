@@ -141,8 +141,9 @@ class SentGradient(torch.Tensor):
 
 
 def _refuse(function: str) -> None:
-    if function == "_to_copy":  # as in Module.to
-        raise RuntimeError("a model was moved or cast after ShardedOptimizer was built; build the optimizer after that")
+    if function == "_to_copy":  # also of Module.to
+        why = "this gradient cannot be copied, because it has been sent"
+        raise RuntimeError(f"{why}; if the model was moved or cast, build ShardedOptimizer after that")
     raise RuntimeError(
         "this gradient cannot be read or written: ShardedDataParallel has sent it, and each rank holds only its shards of the "
         "mean; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler, zero it with optimizer.zero_grad, and "

@@ -23,26 +23,26 @@ class DividedEntries(MutableMapping[Any, Any]):
     What is written to it or to its values counts on this rank, as `clear()` does. Refuses parameters as keys.
     """
 
-    inner: torch.optim.Optimizer  # of the slices
-
-    def __init__(self) -> None:
+    def __init__(self, optimizer: "DividedState") -> None:
+        self._optimizer = optimizer
         self.of_callers: dict[Any, Any] = {}
 
     def _home(self, key: Any) -> dict[Any, Any]:
         """Return the dict that has a key, or would have it."""
-        if isinstance(key, torch.Tensor) and key not in self.inner.state:
+        inner = self._optimizer.inner
+        if isinstance(key, torch.Tensor) and all(key is not slice_ for slice_ in parameters(inner)):
             slices = "iterate over optimizer.state to see this rank's slices"
             raise RuntimeError(f"{_DIVIDED}: {slices}, or call optimizer.consolidate_state_dict() and read state_dict()")
-        return self.inner.state if isinstance(key, torch.Tensor) else self.of_callers
+        return inner.state if isinstance(key, torch.Tensor) else self.of_callers
 
     def __getitem__(self, key: Any) -> Any:
         return self._home(key).setdefault(key, {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._home(key)[key] = value
+        self._home(key)[key], self._optimizer.consolidated = value, None
 
     def __delitem__(self, key: Any) -> None:
-        del self._home(key)[key]
+        self.pop(key)
 
     def __contains__(self, key: Any) -> bool:
         return key in self._home(key)
@@ -54,13 +54,14 @@ class DividedEntries(MutableMapping[Any, Any]):
         return self._home(key).setdefault(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
+        self._optimizer.consolidated = None
         return self._home(key).pop(key, *default)
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.chain(self.inner.state, self.of_callers)
+        return itertools.chain(self._optimizer.inner.state, self.of_callers)
 
     def __len__(self) -> int:
-        return len(self.inner.state) + len(self.of_callers)
+        return len(self._optimizer.inner.state) + len(self.of_callers)
 
     def __bool__(self) -> bool:
         """Return True: `torch.distributed.checkpoint.state_dict` makes a step where `state` looks empty."""
@@ -84,8 +85,11 @@ class DividedState(DividedOptimizer):
     @state.setter
     def state(self, value: Any) -> None:
         if "entries" in vars(self):  # not in torch's constructor
+            new = dict(value)
+            for key in new:
+                self.entries.get(key)  # refuses parameters before anything is lost
             self.entries.clear()
-            self.entries.update(value)
+            self.entries.update(new)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to` of the process group, where `state_dict` returns it until the next write.
@@ -115,7 +119,7 @@ class DividedState(DividedOptimizer):
         empty = ((torch.empty_like(param, dtype=dtype, device="meta"), param.requires_grad) for param, dtype in typed)
         left, groups = iter(params := list(itertools.starmap(torch.nn.Parameter, empty))), list[dict[str, Any]]()
         for group in self.param_groups:
-            slow = {"fused": False} if "fused" in group else {}  # fused kernels make no state there
+            slow = dict.fromkeys({"fused", "capturable"} & group.keys(), False)  # which need a GPU
             groups.append({**group, **slow, "params": [next(left) for _ in group["params"]]})
         state, zeros = first_state(self.make_inner(groups)), partial(torch.zeros_like, device="cpu")
         return {number: tree_map_only(torch.Tensor, zeros, state[p]) for number, p in enumerate(params) if p in state}
@@ -145,7 +149,8 @@ class DividedState(DividedOptimizer):
         for prepare in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = prepare(self, state_dict) or state_dict
         on_all_ranks(partial(self._check_whole, state_dict), self.comm.group)
-        check_same_on_all_ranks(_outline(state_dict), self.comm.group, "state dict", "load")
+        outline = on_all_ranks(partial(_outline, state_dict), self.comm.group)
+        check_same_on_all_ranks(outline, self.comm.group, "state dict", "load")
         in_order = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
         numbers = {key: number for number, key in enumerate(in_order)}  # a key may also be a name
         saved: dict[Any, Any] = {}
@@ -174,10 +179,13 @@ class DividedState(DividedOptimizer):
         raise TypeError(f"{_DIVIDED}, and cannot be set; on all ranks, call load_state_dict, or state.clear() to reset it")
 
 
-def _outline(state_dict: dict[str, Any]) -> dict[str, Any]:
+def _outline(state_dict: dict[str, Any]) -> dict[str, str]:
     """Return what is the same on all ranks that load the same state: numbers, shapes and dtypes, and hyperparameters."""
+
+    def text(leaf: Any) -> str:
+        if isinstance(leaf, torch.Tensor):
+            return repr(leaf.item()) if leaf.numel() == 1 and not leaf.is_meta else f"{tuple(leaf.shape)} {leaf.dtype}"
+        return repr(leaf) if isinstance(leaf, int | float | str | None) else type(leaf).__name__
+
     groups = [hyperparameters(group) for group in state_dict["param_groups"]]
-    leaves = named({"state": state_dict["state"], "param_groups": groups})
-    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
-    sizes = {name: leaf.item() if leaf.numel() == 1 else (tuple(leaf.shape), leaf.dtype) for name, leaf in tensors.items()}
-    return leaves | sizes
+    return {name: text(leaf) for name, leaf in named({"state": state_dict["state"], "param_groups": groups}).items()}

@@ -95,8 +95,9 @@ def _checked_plan(placed: Placement, groups: Groups, make_inner: partial[torch.o
         if issubclass(cls, Muon):
             check_matrices(groups)
         make_inner([_of_one_element(group, placed.device) for group in groups])
-        if cls not in KNOWN and comm.checks_values and not placed.buffers and params:
-            check_elementwise(make_inner, next(group for group in groups if group["params"]))
+        if cls not in KNOWN and comm.checks_values:
+            for group in {repr(hyperparameters(group)): group for group in groups if group["params"]}.values():
+                check_elementwise(make_inner, group, placed.device or group["params"][0].device)
 
     on_all_ranks(check, comm.group)
     facts = {f"parameter {number}": (*properties(param), placed.autocast.get(param)) for number, param in enumerate(params)}

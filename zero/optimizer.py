@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from zero.buckets import Bucket, Placement
-from zero.checkpoint.state import restore
 from zero.checks import check_addition, check_class, check_in_place, checked_norm
 from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms, norm_over_ranks
@@ -96,10 +95,10 @@ class ShardedOptimizer(DividedState):
         self.overlaps = False  # whether forward waits for the all-gathers, in place of `step`; ShardedDataParallel sets it
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
-        self.entries = DividedEntries()
+        self.entries = DividedEntries(self)
         self._build()
-        if whole is not None and whole.state:
-            restore(self, whole.state_dict())
+        if whole is not None and on_any_rank(bool(whole.state), self.comm.group):
+            self.load_state_dict(whole.state_dict())
 
     def _build(self) -> None:
         """Lay out the parameters where they are now, and make the optimizer of this rank's slices."""
@@ -112,7 +111,6 @@ class ShardedOptimizer(DividedState):
             name = type(self.inner).__name__
             raise ValueError(f"{name} registers step hooks on itself, which ShardedOptimizer would not call")
         self.has_state, self.consolidated = on_any_rank(bool(self.inner.state), self.comm.group), None  # as of Adagrad
-        self.entries.inner = self.inner
         self._updater = SliceUpdate(self.inner, self.placed)
         self.source = ParameterGradients(self.placed)
         for name in {"train", "eval"} & {*dir(self.inner)}:  # of schedule-free classes

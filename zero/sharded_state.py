@@ -91,10 +91,23 @@ def settled_partition(optimizer: torch.optim.Optimizer) -> Partition:
 
 
 def taken_over(optimizer: torch.optim.Optimizer, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the groups of an optimizer, and the arguments that make another one of its class, with `kwargs` in their place."""
-    accepted = inspect.signature(type(optimizer)).parameters.keys() - {"params"}
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    return [{**group} for group in optimizer.param_groups], defaults | kwargs
+    """Return the groups of an optimizer, and the arguments that make another one of its class, with `kwargs` in their place.
+
+    Raises ValueError for arguments that are not among the defaults, and if a scheduler or hooks belong to the optimizer.
+    """
+    name, arguments = type(optimizer).__name__, {**optimizer.defaults, **kwargs}
+    accepted = inspect.signature(type(optimizer)).parameters
+    if unknown := [str(argument) for key, argument in accepted.items() if key not in ("params", *arguments)]:
+        raise ValueError(
+            f"{name} does not keep {', '.join(unknown)} in its defaults; give ShardedOptimizer the class and groups"
+        )
+    if (
+        hasattr(optimizer.step, "_wrapped_by_lr_sched")
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+    ):
+        raise ValueError(f"{name} has a scheduler or hooks, which would stay with it; make these after ShardedOptimizer")
+    return [{**group} for group in optimizer.param_groups], {key: arguments[key] for key in arguments if key in accepted}
 
 
 def first_state(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, dict[str, Any]]:

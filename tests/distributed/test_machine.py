@@ -61,9 +61,16 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet_and_that_of_a_cpu_is_measur
     assert not machine.is_slow_on_cpu(torch.device("cpu"), "float32")
 
 
-def test_ranks_share_the_cores(monkeypatch):
+def test_ranks_share_the_cores_unless_the_user_has_said_how_many(monkeypatch):
     before = torch.get_num_threads()
     try:
+        for by_torchrun, given, threads in ((True, "1", 2), (True, "3", before), (False, "1", before), (False, "", 2)):
+            torch.set_num_threads(before)
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7") if by_torchrun else monkeypatch.delenv("TORCHELASTIC_RUN_ID", False)
+            monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+            machine.divide_threads(2)
+            assert torch.get_num_threads() == threads, (by_torchrun, given)
         for cores, ranks, threads in ((8, 2, 4), (8, 3, 2), (1, 4, 1)):
             monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
             machine.divide_threads(ranks)

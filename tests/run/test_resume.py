@@ -135,6 +135,17 @@ def test_when_a_checkpoint_is_due_and_which_is_kept(tmp_path, always):
         assert save(iteration, is_best=False) == [iteration, iteration if always else 6]
     assert save(11, is_best=True) == [11, 11]
     assert sorted(os.listdir(tmp_path)) == ["ckpt.pt", "ckpt_prev.pt", "run.lock"]
+    assert save(12, is_best=False) == [12, 12 if always else 11]
+    checkpoints.always = True  # as in a run that resumes with this
+    assert save(13, is_best=False) == [13, 13]
+    checkpoints.always = False
+    save(14, is_best=True)
+    save(15, is_best=False)
+    if not always:
+        shutil.copy(tmp_path / "ckpt_prev.pt", tmp_path / "ckpt.pt")  # back to the best one
+        assert ckpt.load(find(str(tmp_path), best=True)[0])["iter_num"] == 14
+        (tmp_path / "ckpt.pt").write_bytes(b"damaged")
+        assert save(16, is_best=False)[0] == 16
 
 
 def test_an_end_without_an_evaluation_is_saved_beside_the_best(data, tmp_path):

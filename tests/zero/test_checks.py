@@ -31,6 +31,18 @@ class OfTheNorm(SGD):
                 param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
 
 
+class OfAGroup(OfTheNorm):
+    def step(self):
+        scaled = [group for group in self.param_groups if group.get("adapts")]
+        plain, self.param_groups = self.param_groups, scaled
+        super().step()
+        self.param_groups = plain
+
+
+def groups_of_which_one_is_scaled():
+    return [{"params": [nn.Parameter(torch.ones(4))], "adapts": adapts} for adapts in (False, True)]
+
+
 class OfTheShape(SGD):
     @torch.no_grad()
     def step(self):
@@ -243,7 +255,12 @@ CONSTRUCTION = {  # ValueError
     },
     "registers step hooks on itself": [an_optimizer_of(lambda: torch.ones(4), WithOwnHook, elementwise=True, lr=0.1)],
     "updates a matrix otherwise than its slices": [
-        an_optimizer_of(lambda: torch.ones(4), cls, elementwise=True, lr=0.1) for cls in (OfTheNorm, OfTheShape)
+        *(
+            an_optimizer_of(lambda: torch.ones(4), cls, elementwise=True, lr=lr)
+            for cls in (OfTheNorm, OfTheShape)
+            for lr in (0, 1)
+        ),
+        at_once(lambda: ShardedOptimizer(groups_of_which_one_is_scaled(), OfAGroup, elementwise=True, lr=0.1)),
     ],
     r"norm_type=.* must be positive": [
         at_once(lambda wrong=wrong: wrap(net())[1].clip_grad_norm_(1.0, wrong)) for wrong in (0.0, -1.0, torch.nan)
@@ -277,7 +294,7 @@ CONSTRUCTION = {  # ValueError
     ],
 }
 USE = {  # RuntimeError
-    "was moved or cast after ShardedOptimizer was built": [a_model_with_gradients_is_moved],
+    "if the model was moved or cast, build ShardedOptimizer after that": [a_model_with_gradients_is_moved],
     # -- what happens before a step
     "gradients set by hand are not sent": [a_gradient_by_hand],
     r"0\.bias was frozen when": [an_unfrozen_parameter],
@@ -344,6 +361,10 @@ def what_is_admitted():
     wrap(module, SGD, lr=0.1, param_dtype="bfloat16")
     assert {param.dtype for param in module.parameters()} == {torch.bfloat16}
     assert (module.table.dtype, module.phases.dtype) == (torch.float32, torch.complex64), "such as rotary tables"
+    normed = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model, optimizer = wrap(normed, SGD, lr=0.1, param_dtype="bfloat16")
+    model(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
 
 
 def test_refusals_and_what_is_admitted():

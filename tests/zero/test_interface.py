@@ -255,11 +255,22 @@ def assigned(optimizer):
 
 
 def refuses_the_state_of_others():
-    optimizer = ShardedOptimizer(net().parameters(), AdamW, lr=0.01)
+    module = net()
+    optimizer = ShardedOptimizer(module.parameters(), AdamW, lr=0.01)
     with pytest.raises(TypeError, match=r"state\.clear\(\)"):
         optimizer.__setstate__({"state": {}})
+    step_of_each(0, (module, optimizer))
+    held = consolidate(optimizer)
     with pytest.raises(RuntimeError, match="divided among the ranks"):
-        optimizer.state = {optimizer.param_groups[0]["params"][0]: {}}
+        optimizer.state = {"mine": 3, module[0].weight: {}}
+    optimizer.state = optimizer.state
+    for key in list(optimizer.state):  # as when it is moved
+        optimizer.state[key] = optimizer.state.pop(key)
+    assert_equal(consolidate(optimizer), held)
+    optimizer.consolidate_state_dict()
+    optimizer.state.clear()
+    with pytest.raises(RuntimeError, match=NAMES):
+        optimizer.state_dict()
 
 
 def takes_over(optimizer_class, **arguments):
@@ -281,8 +292,36 @@ def takes_over(optimizer_class, **arguments):
     assert_equal(weights(module), weights(oracle))
 
 
+class Scaled(SGD):
+    def __init__(self, params, lr=0.1, scale=1.0):
+        super().__init__(params, lr=lr)
+        self.scale = scale
+
+
+def what_is_not_taken_over():
+    def optimizer(cls=AdamW, **arguments):
+        return cls(net().parameters(), lr=0.1, **arguments)
+
+    with pytest.raises(ValueError, match=r"Scaled does not keep scale=1\.0 in its defaults"):
+        ShardedOptimizer(optimizer(Scaled, scale=10.0), elementwise=True)
+    scheduled, hooked = optimizer(), optimizer()
+    StepLR(scheduled, 1)
+    hooked.register_step_post_hook(lambda *_: None)
+    for each in (scheduled, hooked):
+        with pytest.raises(ValueError, match="has a scheduler or hooks, which would stay with it"):
+            ShardedOptimizer(each)
+    module = net()
+    on_one_rank = AdamW(module.parameters(), lr=0.1)
+    on_one_rank.state["seen"] = 5
+    if dist.get_rank() == 0:
+        step_of_each(0, (module, on_one_rank))
+    with pytest.raises(ValueError, match="the state dict differs between the ranks"):
+        ShardedOptimizer(on_one_rank)
+
+
 def test_another_optimizer_is_taken_over():
-    run_in_turn(2, partial(takes_over, AdamW, betas=(0.8, 0.9), weight_decay=0.3), partial(takes_over, SGD, momentum=0.9))
+    calls = partial(takes_over, AdamW, betas=(0.8, 0.9), weight_decay=0.3), partial(takes_over, SGD, momentum=0.9)
+    run_in_turn(2, *calls, what_is_not_taken_over)
 
 
 def test_state_is_reset_or_refused():

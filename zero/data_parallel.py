@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -178,6 +178,11 @@ class ShardedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def join(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "ranks with fewer inputs cannot join; give all ranks as many, or use DistributedDataParallel with AdamW"
+        )
 
     @torch.no_grad()
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

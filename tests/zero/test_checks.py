@@ -294,6 +294,7 @@ CONSTRUCTION = {  # ValueError
     ],
 }
 USE = {  # RuntimeError
+    "ranks with fewer inputs cannot join": [at_once(lambda: wrap(net())[0].join())],
     "if the model was moved or cast, build ShardedOptimizer after that": [a_model_with_gradients_is_moved],
     # -- what happens before a step
     "gradients set by hand are not sent": [a_gradient_by_hand],

@@ -29,15 +29,16 @@ def _inspect(path: str) -> int:
 
 
 def _compare(path: str, other: str, tolerance: float) -> int:
-    """Print the differences of two checkpoints, the largest first. Return 1 if one is larger than the tolerance."""
+    """Print the differences of two checkpoints, the largest first, steps last. Return 1 if one is larger than the tolerance."""
     found = compare(path, other)
     of_state = sum(each.name.startswith("optimizer.") for each in found)
     counts = f"{len(found) - of_state} weights and {of_state} entries of optimizer state"
-    different = sorted((each for each in found if not each.is_identical), key=lambda each: -each.largest)
+    different = [each for each in found if not each.is_identical]
+    different.sort(key=lambda each: (each.name.endswith(".step"), -each.largest))  # counters say little
     if not different:
         print(f"bit-identical: {counts}")
         return 0
-    largest = different[0].largest
+    largest = max(each.largest for each in different)
     judged = "within the tolerance" if largest <= tolerance else "more than the tolerance"
     print(f"{len(different)} differ{'' if math.isinf(largest) else f' by at most {largest:.3g}, {judged}'}, of {counts}:")
     for each in different[:_SHOWN]:

@@ -175,6 +175,37 @@ def lora(is_sharded, *how):
     return by_hand(lambda params: adamw(params, is_sharded), model, is_sharded, *how)
 
 
+def ignite(is_sharded, folder, first, steps):
+    """Its Checkpoint gathers the state of a ZeroRedundancyOptimizer."""
+    from ignite.engine import Engine, Events
+    from ignite.handlers import Checkpoint, DiskSaver
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    dist.init_process_group("gloo")
+    ZeroRedundancyOptimizer.register(ShardedOptimizer)
+    model, losses = gpt2(), []
+    optimizer = adamw(model.parameters(), is_sharded)
+    ddp = DistributedDataParallel(model)
+
+    def update(engine, x):
+        loss = ddp(input_ids=x, labels=x).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    engine, saved = Engine(update), {"model": ddp, "optimizer": optimizer}
+    saver = DiskSaver(folder, require_empty=False)
+    save = Checkpoint(saved, saver, filename_pattern="saved.pt")
+    engine.add_event_handler(Events.COMPLETED, save)
+    if first:
+        Checkpoint.load_objects(saved, torch.load(f"{folder}/saved.pt"))
+    data = tokens(dist.get_world_size()).split(BATCH)[dist.get_rank() :: dist.get_world_size()]
+    engine.run(data[first : first + steps], max_epochs=1)
+    dist.barrier()
+    return losses
+
+
 if __name__ == "__main__":
     name, mode, folder, first, steps = sys.argv[1:]
     losses = globals()[name](mode == "sharded", folder, int(first), int(steps))

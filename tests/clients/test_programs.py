@@ -21,6 +21,7 @@ def losses(program, mode, folder, first, steps):
         ("trainer", "accelerate"),
         ("accelerate", "accelerate"),
         ("lightning", "lightning"),
+        ("ignite", "ignite"),
         ("schedule_free", "schedulefree"),
         ("lion", "lion_pytorch"),
         ("lora", "peft"),

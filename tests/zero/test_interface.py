@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import math
 import weakref
 from collections import defaultdict
@@ -114,6 +115,19 @@ def without_state():
                 optimizer.zero_grad()
                 small(torch.ones(2, 4)).sum().backward()
                 optimizer.step()
+
+
+def gathered_by_a_hook():
+    """After every second step, for a program whose saving cannot be edited."""
+    model, oracle = net(), net()
+    optimizer, plain = ShardedOptimizer(model.parameters(), Adam), Adam(oracle.parameters())
+    steps = itertools.count(1)
+    optimizer.register_step_post_hook(lambda each, *_: next(steps) % 2 or each.consolidate_state_dict())
+    for step in range(4):
+        step_of_each(step, (model, optimizer), (oracle, plain))
+        if step % 2 and dist.get_rank() == 0:
+            assert_equal(optimizer.state_dict(), plain.state_dict())
+    assert_equal(weights(model), weights(oracle))
 
 
 def what_distributed_checkpoint_does():
@@ -332,7 +346,7 @@ def test_state_is_reset_or_refused():
 
 def test_state_dicts():
     as_views = partial(state_dicts, 1, parameters_as_bucket_view=True)
-    run_in_turn(2, partial(state_dicts, 0), as_views, without_state, what_distributed_checkpoint_does)
+    run_in_turn(2, partial(state_dicts, 0), as_views, without_state, gathered_by_a_hook, what_distributed_checkpoint_does)
     run_in_turn(4, partial(state_dicts, 3, shard_size=2))
 
 

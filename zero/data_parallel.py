@@ -74,12 +74,8 @@ class ShardedDataParallel(nn.Module):
         self._autocast = {(data.device.type, data.dtype) for data in casts if optimizer.comm.checks_values}  # forward needs it
         self._check_parameters()
         self._placed.names.update({param: name for name, param in module.named_parameters()})
-        for param in module.parameters() if self._placed.plan.param_dtype is not None else ():
-            if param not in self._placed.number_of and param.is_floating_point():  # a frozen one
-                param.data = param.data.to(self._placed.plan.param_dtype)
-        for part in module.modules() if self._placed.plan.param_dtype is not None else ():
-            if isinstance(part, nn.modules.batchnorm._BatchNorm):  # whose kernels need one dtype; other buffers stay
-                part.to(self._placed.plan.param_dtype)
+        if (dtype := self._placed.plan.param_dtype) is not None:
+            self._cast_unsharded(dtype)
         self._broadcast_unsharded()
         self.reducer = optimizer.source = Reducer(self, self._placed, reuse=type(optimizer.inner) in KNOWN)
         overlaps = units and not optimizer.comm.is_alone
@@ -111,6 +107,15 @@ class ShardedDataParallel(nn.Module):
             if any(buffer.uses_former_memory(tensor) for buffer in self._placed.buffers):
                 remedy = "use the parameter in its place, or clone() it"
                 raise ValueError(f"{name} shares memory with a parameter, which ShardedOptimizer has moved; {remedy}")
+
+    def _cast_unsharded(self, dtype: torch.dtype) -> None:
+        """Cast frozen parameters. Buffers stay, but for those of BatchNorm, whose kernels need one dtype."""
+        for param in self.module.parameters():
+            if param not in self._placed.number_of and param.is_floating_point():
+                param.data = param.data.to(dtype)
+        for part in self.module.modules():
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                part.to(dtype)
 
     def _broadcast_unsharded(self) -> None:
         """Broadcast rank 0's frozen parameters and, with `broadcast_buffers`, its buffers to all ranks."""

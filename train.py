@@ -120,7 +120,7 @@ with exit_on_wrong_input():
 with exit_on_wrong_input():
     compare_settings(config, device_name, compute_dtype)
     check_combinations(config, world_size)
-    own_device = start(launch, device_name, backend, dist_timeout_s)
+    own_device = start(launch, device_name, backend)
     if launch.local_rank == 0:
         prepare_if_missing(dataset)
 autocast = machine.autocast(own_device, compute_dtype)
@@ -176,7 +176,8 @@ with run.stage("making the optimizer"):
 
 def get_batch(split, offsets):
     """Return the sequences at `offsets` and their targets, on the device, each (len(offsets), block_size)."""
-    batch = torch.from_numpy(data.batch(split, offsets))
+    with run.reading():
+        batch = torch.from_numpy(data.batch(split, offsets))
     if own_device.type == "cuda":  # pinned memory: the copy overlaps with the computation
         batch = batch.pin_memory()
     return batch.to(own_device, non_blocking=True).unbind()

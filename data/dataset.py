@@ -11,6 +11,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -122,13 +123,12 @@ class Dataset:
         for tokens in self.tokens.values():
             pieces = max(1, _PIECES // len(tokens.files))  # of each file
             length = _PIECE * _PIECES // (pieces * len(tokens.files))
-            for path, content in tokens.parts(0, len(tokens)):
-                starts = np.linspace(0, len(content) - length, pieces, dtype=int)
-                whole = len(content) <= pieces * length
-                checksum = 0
-                for piece in [content] if whole else [content[start : start + length] for start in starts]:
-                    checksum = zlib.crc32(piece.data, checksum)
-                result[os.path.basename(path)] = f"{len(content)} tokens with checksum {checksum:08x}"
+            for file in filter(attrgetter("tokens"), tokens.files):
+                starts, checksum = np.linspace(0, file.tokens - length, pieces, dtype=int).tolist(), 0
+                whole = [(0, file.tokens)] if file.tokens <= pieces * length else []
+                for piece in whole or [(start, start + length) for start in starts]:
+                    checksum = zlib.crc32(file.read(*piece).data, checksum)
+                result[os.path.basename(file.path)] = f"{file.tokens} tokens with checksum {checksum:08x}"
         if self.meta:
             with open(os.path.join(self.directory, "meta.pkl"), "rb") as file:
                 result["meta.pkl"] = f"checksum {zlib.crc32(file.read()):08x}"
@@ -155,12 +155,13 @@ class Dataset:
             )
         for tokens in self.tokens.values():
             begin, end = (len(tokens) * number // parts for number in (part, part + 1))
-            for path, content in tokens.parts(begin, end):
-                if (largest := content.max(initial=0)) >= vocab_size:
-                    raise DataError(
-                        f"{path} holds token {largest}, but the model's vocabulary has {vocab_size}; prepare the dataset "
-                        "again, or train a model with its vocabulary"
-                    )
+            for start in range(begin, end, _PIECE):
+                for path, content in tokens.parts(start, min(start + _PIECE, end)):
+                    if (largest := content.max(initial=0)) >= vocab_size:
+                        raise DataError(
+                            f"{path} holds token {largest}, but the model's vocabulary has {vocab_size}; prepare the "
+                            "dataset again, or train a model with its vocabulary"
+                        )
 
 
 @lru_cache(maxsize=3)  # a training epoch, and one of each split for evaluations: 39 MB for 10^10 tokens in windows of 1024

@@ -13,7 +13,7 @@ import re
 import resource
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,17 @@ class _File(NamedTuple):
     offset: int  # bytes before the tokens
     tokens: int
     inode: int  # a file that was replaced is another one
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return tokens `start`, ..., `stop - 1`. A read fails where a memory map of a file that became shorter ends the process.
+
+        Raises DataError if the file does not have them any more.
+        """
+        size = (stop - start) * self.dtype.itemsize
+        content = os.pread(_opened(self).fileno(), size, self.offset + start * self.dtype.itemsize)
+        if len(content) < size:
+            raise DataError(f"{self.path} was cut off or rewritten while it was read; prepare it again, and resume the run")
+        return np.frombuffer(content, self.dtype)
 
 
 class Shards:
@@ -62,14 +73,14 @@ class Shards:
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint16), *pieces])
 
     def parts(self, start: int, stop: int) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the path of each file that has tokens in this range, and these tokens, memory-mapped."""
+        """Yield the path of each file that has tokens in this range, and these tokens."""
         for number in range(bisect_right(self._ends, start), len(self.files)):
             file = self.files[number]
             begin = self._ends[number] - file.tokens
             if begin >= stop:
                 break
             if file.tokens:
-                yield file.path, _mapped(file)[max(start - begin, 0) : stop - begin]
+                yield file.path, file.read(max(start - begin, 0), min(stop - begin, file.tokens))
 
 
 def paths_of(directory: str, split: str) -> list[str]:
@@ -133,6 +144,6 @@ def _is_text(beginning: bytes) -> bool:
     return len(beginning) >= 64 and re.search(rb"[\0-\10\13\14\16-\37]", beginning) is None
 
 
-@functools.lru_cache(_OPEN_FILES)
-def _mapped(file: _File) -> np.ndarray:
-    return np.memmap(file.path, file.dtype, "r", file.offset, (file.tokens,)).view(np.ndarray)  # slices of a memmap are slow
+@functools.lru_cache(_OPEN_FILES)  # those that leave are closed
+def _opened(file: _File) -> BinaryIO:
+    return open(file.path, "rb", buffering=0)

@@ -3,7 +3,6 @@
 Without a process group, every function works for a single process.
 """
 
-import datetime
 import os
 import socket
 import threading
@@ -18,21 +17,20 @@ from tqdm import tqdm
 
 from distributed import machine
 from distributed.launch import Launch
-from zero.host_comm import broadcast_object, gather_objects, is_rank_0
+from zero.host_comm import LONG_TIMEOUT, broadcast_object, gather_objects, is_rank_0
 from zero.stopwatch import Stopwatch
 
 tqdm.set_lock(threading.RLock())  # only one process draws; the default is a lock between processes
 
 _WAITS = Stopwatch(of_collectives=True)
-_BACKSTOP_S = 60.0  # collectives time out later than the watchdog, whose message says more
 
 
-def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float = 600.0) -> torch.device:
+def start(launch: Launch, device: str, backend: str = "auto") -> torch.device:
     """Choose the device of this rank and the backend of the process group. Needs to be called on all ranks, after `connect`.
 
     `device` is what `machine.resolve` returned. For 'cuda', a rank gets the GPU number `local_rank`, modulo the number of GPUs
     that it sees; on CPUs, its share of the cores. The backend 'auto' is NCCL if every rank has its own GPU, otherwise gloo.
-    Collectives, also those before the watchdog starts, time out a minute after its `timeout_s`.
+    Collectives time out after a day only: in training, the watchdog ends ranks that hang, but not ranks that were stopped.
 
     Raises ValueError if no backend, or not this one, supports the device.
     """
@@ -43,20 +41,19 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
     if device.startswith("mps"):
         raise ValueError(f"device={device} works without torchrun only, because gloo cannot send from it; or use --device=cpu")
     check_backend(backend, device)
-    is_on_gpu, timeout = device.startswith("cuda"), datetime.timedelta(seconds=timeout_s + _BACKSTOP_S)
-    if is_on_gpu:
+    if is_on_gpu := device.startswith("cuda"):
         device = f"cuda:{launch.local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     else:
         machine.divide_threads(launch.local_world_size)
     if backend == "gloo" or not is_on_gpu or (backend == "auto" and not _has_each_rank_a_gpu(device)):
-        (getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout)  # its name before torch 2.14
+        (getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout)(LONG_TIMEOUT)  # its name before torch 2.14
         return torch.device(device)
     # hybrid sharding has three communicators in flight: NCCL (2.26) keeps their order, which excludes deadlocks
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     store = dist.PrefixStore("nccl", distributed_c10d._get_default_store())
     dist.destroy_process_group()
-    how: dict[str, Any] = {"store": store, "rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
+    how: dict[str, Any] = {"store": store, "rank": launch.rank, "world_size": launch.world_size, "timeout": LONG_TIMEOUT}
     dist.init_process_group("nccl", device_id=torch.device(device), **how)
     return torch.device(device)
 

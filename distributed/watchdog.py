@@ -98,7 +98,10 @@ class Watchdog:
     def _watch(self) -> None:
         torch.cuda.set_device(self._gpu)  # a thread begins with GPU 0, and takes memory there when it asks for an event
         while True:
-            time.sleep(min(_BEAT_S, self._timeout_s / 10))
+            began = time.monotonic()
+            time.sleep(beat_s := min(_BEAT_S, self._timeout_s / 10))
+            if time.monotonic() - began > beat_s + self._timeout_s / 2:  # this process was stopped, as by Ctrl-Z
+                position.move()
             if message := self._reason_to_end(self._own()):
                 print_error(message)
                 time.sleep(_GRACE_S)

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import torch
 
 from data.dataset import Dataset
-from distributed.exits import exit_on_wrong_input, finish
+from data.vocabulary import DataError
+from distributed.exits import exit_on_wrong_input, finish, print_error
 from distributed.launch import Launch
 from distributed.machine import environment, is_slow_on_cpu
 from distributed.ranks import print0
@@ -161,6 +162,16 @@ class Run:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure a part of an iteration: "forward", "data", "backward", "clip" or "update"."""
         return self.meter.phase(name)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """End this rank, and so all, with one line if a token file has become unreadable. Other ranks may be elsewhere."""
+        try:
+            yield
+        except (DataError, OSError) as error:
+            print_error(str(error), is_root_cause=True)
+            self.log.finish("failed", f"ended before iteration {self.state.iter_num:,}: {error}")
+            os._exit(2)
 
     def read_figures(self) -> None:
         """Log, print and judge the last iteration, unless this is done. Call when the device has the next forward to do."""

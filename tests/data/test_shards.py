@@ -1,5 +1,6 @@
 """data/shards.py: many token files as one array, and their formats."""
 
+import json
 import os
 import pickle
 import resource
@@ -11,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from scripts import FEW, run, torch_load, train
+from scripts import FEW, SETTINGS, Forked, run, torch_load, train
 from toy import assert_equal
 
 from data import common
@@ -67,6 +68,7 @@ def test_slices_cross_files(tmp_path):
 def test_half_of_the_files_that_may_be_open_are_of_shards(tmp_path):
     write_shards(tmp_path / "d", range(20_000), 200, "mixed")
     (tmp_path / "script.py").write_text(f"""
+import json
 import os
 from data.dataset import Dataset
 data = Dataset({str(tmp_path / "d")!r}, {BLOCK})
@@ -214,3 +216,19 @@ def test_two_ranks_that_are_stopped_and_resumed_train_as_if_nothing_had_happened
     assert sorted(resumed[0]) == list(range(20))
     assert resumed[:2] == expected[:2]
     assert_equal(torch_load(tmp_path / "out")["model"], torch_load(tmp_path / "whole")["model"])
+
+
+def test_a_file_that_is_rewritten_in_place_ends_a_run_with_one_line(data, tmp_path):
+    """Where it was mapped into memory, the process ended by SIGBUS, without a word."""
+    folder, out = shutil.copytree(data, tmp_path / "own"), tmp_path / "out"
+    flags = FEW, f"--dataset={folder}", f"--out_dir={out}", "--max_iters=100000", "--eval_interval=4"
+    with Forked("train.py", *SETTINGS, *flags) as started:
+        started.wait_for("iter 8:")
+        os.truncate(folder / "train.bin", 1000)
+        finished = started.finish()
+    assert finished.returncodes == [2]
+    assert finished.stderr.strip() == f"error: {folder}/train.bin was cut off or rewritten while it was read; " + (
+        "prepare it again, and resume the run"
+    )
+    assert json.loads((out / "run.json").read_text())["state"] == "failed"
+    assert torch_load(out)["iter_num"] >= 8

@@ -20,7 +20,7 @@ from distributed.exits import print_error
 from distributed.launch import Launch, launched
 from distributed.ranks import start
 from distributed.rendezvous import connect, meet
-from zero.host_comm import cpu_group, gather_objects, timeout_of
+from zero.host_comm import LONG_TIMEOUT, cpu_group, gather_objects, timeout_of
 
 ALONE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a-machine-whose-name-has-no-address"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -101,16 +101,16 @@ def backends(gpus):
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "set_device", lambda device: None)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-        device = start(Launch(True, rank, rank, 2, 2), "cuda", timeout_s=5.0)
+        device = start(Launch(True, rank, rank, 2, 2), "cuda")
     return begun, str(device), gather_objects(rank), dist.get_backend(cpu_group(None)), timeout_of(None).total_seconds()
 
 
 @pytest.mark.parametrize("gpus", [(1, 2), (1, 1)])
 def test_nccl_is_chosen_where_each_rank_has_a_card_of_its_own(gpus):
     """Two slices of one card (MIG) have one address, which NCCL refuses."""
-    for rank, (begun, device, ranks, backend, timeout_s) in enumerate(run_ranks(backends, 2, gpus)):
+    for rank, (begun, device, ranks, backend, timeout) in enumerate(run_ranks(backends, 2, gpus)):
         assert begun == ([("nccl", device)] if gpus == (1, 2) else [])
-        assert (device, ranks, backend, timeout_s) == (f"cuda:{rank}", [0, 1], "gloo", 65.0)
+        assert (device, ranks, backend, timeout) == (f"cuda:{rank}", [0, 1], "gloo", LONG_TIMEOUT.total_seconds())
 
 
 def test_the_gpu_of_a_mac_is_for_a_single_process():

@@ -68,6 +68,20 @@ def test_the_ranks_that_wait_for_a_stopped_rank_end_and_name_it(data, tmp_path):
         assert re.search(rf"{waits}; no sign of life from rank 1, last seen at iteration \d+", errors), errors
 
 
+def test_ranks_that_were_all_stopped_go_on(data, tmp_path):
+    """By Ctrl-Z and fg, for longer than the time limit; that of gloo would end what waits."""
+    with Forked("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *LONG, ranks=2) as run:
+        run.wait_for("iter 8:")
+        for number, seconds in ((signal.SIGSTOP, 5), (signal.SIGCONT, 3)):
+            for pid in run.pids:
+                os.kill(pid, number)
+            time.sleep(seconds)
+        os.kill(run.pids[0], signal.SIGTERM)
+        finished = run.finish()
+    assert finished.returncodes == [0, 0], finished.stderr
+    assert "stopped by a signal before" in finished.stdout
+
+
 def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_place(data, tmp_path):
     arguments = *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *LONG
     with Forked("train.py", *arguments, ranks=2, before=partial(faults.rank_1_stops_at_a_batch, 20)) as run:

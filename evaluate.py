@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from configurator import Dtype, PositiveInt, configure
-from data.dataset import DATA_DIR, Dataset
+from data.dataset import DATA_DIR, Dataset, check_tokenizer
 from data.vocabulary import Codec, DataError, bytes_of_tokens, gpt2_encoding, load_codec, load_meta, of_size
 from distributed import machine
 from distributed.exits import exit_on_wrong_input, finish
@@ -161,6 +161,7 @@ autocast, progress = machine.autocast(own_device, compute_dtype), Progress(0, la
 
 with exit_on_wrong_input():
     checkpoint = load_newest(out_dir) if init_from == "resume" else None
+    own_folder = "" if init_from == "resume" else init_from  # perhaps with a tokenizer
     if wandb_log and not (checkpoint or {}).get("wandb_run_id"):
         raise ValueError("wandb_log=True needs a run in out_dir that was trained with it")
     model = GPT.from_pretrained(init_from) if checkpoint is None else GPT.from_checkpoint(checkpoint)
@@ -174,6 +175,7 @@ with exit_on_wrong_input():
         data = Dataset(name, block_size=1, splits=("val",))
         fingerprint |= data.fingerprint
         data.check(model.config.vocab_size, launch.rank, launch.world_size)
+        check_tokenizer(own_folder, meta, name)
     if checkpoint is not None and name:
         check_vocabulary(checkpoint, name, meta)
     elif meta is not None and meta["vocab_size"] != model.config.vocab_size:
@@ -181,7 +183,7 @@ with exit_on_wrong_input():
     if "val" in tasks and meta is None:
         gpt2_encoding()  # tiktoken may download it
     if "hellaswag" in tasks:
-        examples = read_hellaswag(hellaswag, load_codec(meta, model.config.vocab_size))
+        examples = read_hellaswag(hellaswag, load_codec(meta, model.config.vocab_size, own_folder))
         fingerprint["hellaswag"] = f"checksum {zlib.crc32(repr(examples).encode()):08x}"
 
 own = np.zeros(6)

@@ -42,7 +42,7 @@ with exit_on_wrong_input():
     else:
         model = GPT.from_pretrained(init_from)
         meta = of_size(model.config.vocab_size)
-    codec = load_codec(meta, model.config.vocab_size)
+    codec = load_codec(meta, model.config.vocab_size, "" if init_from == "resume" else init_from)
     text = start
     if start.startswith("FILE:"):
         try:

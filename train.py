@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from configurator import Decay, Dtype, Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, configure
-from data.dataset import EVALUATION_BATCH, Dataset, prepare_if_missing
+from data.dataset import EVALUATION_BATCH, Dataset, check_tokenizer, prepare_if_missing
 from distributed import machine
 from distributed.exits import exit_on_wrong_input
 from distributed.launch import launched
@@ -151,6 +151,7 @@ with run.stage("making the model"), SkipInitialization() if rank > 0 else nullco
     else:
         print0(f"Initializing from GPT-2 weights: {init_from}")
         raw_model = GPT.from_pretrained(init_from, dropout)
+        check_tokenizer(init_from, data.meta, dataset)
     check_block_size(block_size, raw_model.config.block_size, croppable=checkpoint is None)
     raw_model.crop_block_size(block_size)
     data.check(raw_model.config.vocab_size, rank, world_size)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from data.shards import SPLITS, Shards, paths_of
-from data.vocabulary import DataError, bytes_of_tokens, load_meta
+from data.vocabulary import DataError, bytes_of_tokens, load_meta, tokenizer_of
 
 DATA_DIR = os.path.dirname(os.path.abspath(__file__))
 EVALUATION_BATCH = 12  # sequences per `eval_iters`, for any batch_size and number of ranks; nanoGPT's default batch_size
@@ -184,6 +184,21 @@ def vocabulary_of(meta: dict[str, Any] | None) -> str:
         return "GPT-2's"
     tokens = sorted((meta.get("itos") or {}).items())
     return f"{meta['vocab_size']} tokens with checksum {zlib.crc32(repr(tokens).encode()):08x}"
+
+
+def check_tokenizer(folder: str, meta: dict[str, Any] | None, dataset: str) -> None:
+    """Check that tokens of GPT-2, as a dataset without `meta` has them, mean the same to the tokenizer in a folder.
+
+    Raises:
+        DataError: if they do not. Tokens that it has in addition do not matter.
+    """
+    if meta is None and (tokenizer := tokenizer_of(folder)) is not None:
+        texts = {token: text for text, token in tokenizer.get_vocab().items() if token < 50257}
+        if vocabulary_of({"vocab_size": 50257, "itos": texts}) != "50257 tokens with checksum a024cacd":
+            raise DataError(
+                f"dataset {dataset} has GPT-2's tokens, but {folder} has a tokenizer of its own; write token files with it, and a "
+                "meta.pkl with its vocab_size"
+            )
 
 
 def names() -> list[str]:

@@ -99,12 +99,14 @@ def of_size(vocab_size: int) -> dict[str, Any] | None:
     return None if 50257 <= vocab_size <= 50688 else {"vocab_size": vocab_size}
 
 
-def load_codec(meta: dict[str, Any] | None, model_vocab_size: int) -> Codec:
-    """Return the dataset's own vocabulary, or GPT-2's BPE vocabulary if `meta` is None.
+def load_codec(meta: dict[str, Any] | None, model_vocab_size: int, folder: str = "") -> Codec:
+    """Return the vocabulary of the tokenizer in `folder` if it has one, that of a dataset, or if `meta` is None GPT-2's.
 
     Raises:
-        DataError: if GPT-2's vocabulary is not available, or the vocabulary is larger than that of the model.
+        DataError: if the vocabulary is not available, or it is larger than that of the model.
     """
+    if (tokenizer := tokenizer_of(folder)) is not None:
+        return _codec_of(tokenizer, model_vocab_size)
     codec = _gpt2_codec() if meta is None else _own_codec(meta)
     if (size := codec.tokens[-1] + 1) > model_vocab_size:
         raise DataError(
@@ -112,6 +114,24 @@ def load_codec(meta: dict[str, Any] | None, model_vocab_size: int) -> Codec:
             "was trained on, to create its meta.pkl"
         )
     return codec
+
+
+def tokenizer_of(folder: str) -> Any:
+    """Return the tokenizer of transformers in a folder; None: it has none.
+
+    Raises:
+        DataError: if it cannot be read.
+    """
+    names = "tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model"
+    if not folder or not any(os.path.exists(os.path.join(folder, name)) for name in names):
+        return None
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of transformers, of the library below it, of a file that is none
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DataError(f"cannot read the tokenizer in {folder} ({reason}); save it there again, or remove its files") from error
 
 
 def bytes_of_tokens(meta: dict[str, Any] | None) -> np.ndarray:
@@ -160,6 +180,23 @@ def _gpt2_codec() -> Codec:
     encoding = gpt2_encoding()
     encode = partial(encoding.encode, allowed_special={"<|endoftext|>"})
     return Codec(encode, encoding.decode, range(encoding.n_vocab))
+
+
+def _codec_of(tokenizer: Any, model_vocab_size: int) -> Codec:
+    """Return the vocabulary of a tokenizer of transformers, which may have tokens, as for padding, that the model has not."""
+
+    def encode(text: str) -> list[int]:
+        try:
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # of the library: it has no token for a character
+            raise DataError(f"the tokenizer has no tokens for this text: {error}; leave characters out") from error
+        if max(tokens, default=0) >= model_vocab_size:
+            raise DataError(f"the text has token {max(tokens)}, the model {model_vocab_size} tokens; leave this token out")
+        return tokens
+
+    return Codec(
+        encode, partial(tokenizer.decode, clean_up_tokenization_spaces=False), range(min(len(tokenizer), model_vocab_size))
+    )
 
 
 def texts_of(meta: dict[str, Any]) -> dict[int, str | bytes]:

@@ -3,22 +3,26 @@
 import json
 import os
 import pathlib
+import re
+import shutil
 from dataclasses import make_dataclass
 from functools import partial
 
 import faults
+import numpy as np
 import pytest
 import torch
 from conftest import shared_data, write_meta
 from scripts import ROOT, check_mistakes, run, torch_load, train
 
-from data.dataset import vocabulary_of
-from data.vocabulary import gpt2_encoding, load_meta
+from data.dataset import check_tokenizer, vocabulary_of
+from data.vocabulary import gpt2_encoding, load_codec, load_meta
 from model import GPT, GPTConfig
 from run.checkpoint_folder import find
 from zero import checkpoint as ckpt
 
 transformers = pytest.importorskip("transformers")
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402  # which comes with it
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"  # Shakespeare's 65
 TEXT = "O, wilt thou leave me so unsatisfied?\n\n  'Tis 3: Farewell!\n"
 GPT2S_TEXT = f"{TEXT}def größe(π):\treturn 1234567 — 日本語 🙂'll  <|endoftext|>It's   over\n"
@@ -144,6 +148,40 @@ def test_gpt2s_vocabulary(tmp_path, monkeypatch):
     assert tokenizer.decode(tokens) == GPT2S_TEXT
     assert tokenizer.eos_token_id == transformers.GenerationConfig.from_pretrained(folder).eos_token_id == 50256
     assert "vocabulary: 50257 tokens of GPT-2 with their tokenizer; the 47 rows of padding stay" in printed
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(folder)
+    check_tokenizer(str(folder), None, "openwebtext")
+    codec = load_codec(None, 50304, str(folder))
+    assert (codec.encode(GPT2S_TEXT), codec.decode(tokens), codec.tokens) == (tokens, GPT2S_TEXT, range(50258))
+
+
+def test_a_gpt2_with_a_tokenizer_of_its_own(tmp_path):
+    """Its text comes from this tokenizer. GPT-2's tokens, as many as its own, are refused."""
+    folder = tmp_path / "words"
+    sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 16}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, activation_function="gelu")).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(50257)}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    sampling = f"--init_from={folder}", "--num_samples=1", "--max_new_tokens=9", "--device=cpu"
+    sampled = run("sample.py", *sampling, "--start=w3 w17").succeeded().stdout
+    assert re.fullmatch(r"w3 w17( w\d+){9}", sampled.splitlines()[-2])
+
+    def refusal(script, *arguments, **how):
+        """The last line of stderr, where transformers shows progress, too."""
+        finished = run(script, *arguments, **how)
+        assert set(finished.returncodes) == {2}
+        return finished.stderr.splitlines()[-1]
+
+    assert "error: the tokenizer has no tokens for this text" in refusal("sample.py", *sampling, "--start=to be")
+    np.arange(2000, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    shutil.copy(tmp_path / "train.bin", tmp_path / "val.bin")
+    differs = f"error: dataset {tmp_path} has GPT-2's tokens, but {folder} has a tokenizer of its own"
+    flags = f"--init_from={folder}", f"--dataset={tmp_path}", "--device=cpu"
+    assert differs in refusal("evaluate.py", *flags, ranks=2)
+    assert differs in refusal("train.py", *flags, "--block_size=8", f"--out_dir={tmp_path / 'out'}")
+    (folder / "tokenizer.json").write_text("{}")
+    assert f"error: cannot read the tokenizer in {folder} (" in refusal("sample.py", *sampling)
 
 
 def test_padding_is_not_generated(exported):

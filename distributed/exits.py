@@ -51,6 +51,8 @@ class _Output:
             write(*text)
         except (OSError, ValueError) as error:
             if not self._goes_on and isinstance(error, BrokenPipeError):
+                if dist.is_initialized():  # the other ranks wait for this one
+                    return
                 os._exit(0)
             if not self._goes_on:
                 raise

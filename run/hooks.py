@@ -34,6 +34,7 @@ from run.sampling import Sampler
 from run.summary import is_reached
 from zero import ShardedGradScaler, ShardedOptimizer
 from zero.flags import Flags
+from zero.sharded_state import partition
 
 
 class Run:
@@ -101,12 +102,15 @@ class Run:
             self.sampler = Sampler(interval, raw_model, data.meta, autocast, config["seed"])
         with self.stage("starting the log"):
             self.checkpoints.claim()
+            name = type(partition(optimizer).inner).__name__
             facts = {
                 "implementation": flags.implementation(world_size),
+                "optimizer": config["optimizer"] if name.lower() == config["optimizer"] else name,  # a class of the reader's own
                 "world_size": world_size,
                 "micro_steps": self.micro_steps,
                 "parameters": raw_model.num_params(),
                 "train_tokens": len(data.tokens["train"]),
+                "from_tokens": self._tokens(),
                 "val_bytes_per_token": bytes_per_token,
                 "dtype": self.dtype,
                 **environment(self.device),

@@ -100,20 +100,30 @@ class Logger:
 def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> dict[str, Any]:
     """Return the content of run.json: the settings, the facts, and what it has of earlier processes of the run.
 
-    `starts` has the iterations at which they began. If a resumed run continues with another implementation or world size,
-    `parts` lists all of them.
+    `starts` has the iterations at which they began, `parts` their implementations and world sizes, `data` their datasets, each
+    only where it changes.
     """
-    now: dict[str, Any] = {key: config[key] for key in ("implementation", "world_size") if key in config}
-    parts, starts = list[dict[str, Any]](), [] if resume_at is None else [0]
-    damaged = OSError, ValueError, KeyError, TypeError, RecursionError
+    before, at = dict[str, Any](), resume_at or 0
     if resume_at is not None:
-        with suppress(*damaged), open(os.path.join(folder, FACTS)) as file:
+        with suppress(OSError, ValueError, RecursionError), open(os.path.join(folder, FACTS)) as file:
             before = json.load(file)
-            parts = [part for part in before["parts"] if part["from_iter"] < resume_at and part.keys() >= now.keys()]
-            starts = [start for start in before.get("starts", [0]) if start <= resume_at]
-    if not parts or {key: parts[-1].get(key) for key in now} != now:
-        parts.append({"from_iter": resume_at or 0, **now})
-    return {**config, "parts": parts, "starts": [*starts, resume_at or 0], "state": "running"}
+
+    def continued(name: str, *keys: str, **more: Any) -> list[dict[str, Any]]:
+        """Return a list of what was before, and of now if it differs in the values of these keys."""
+        now, kept = {key: config[key] for key in keys if key in config}, []
+        with suppress(KeyError, TypeError, AttributeError):  # damaged
+            kept = [part for part in before[name] if part["from_iter"] < at and part.keys() >= {*now, *more}]
+        is_same = kept and {key: kept[-1].get(key) for key in now} == now
+        return kept if is_same else [*kept, {"from_iter": at, **now, **more}]
+
+    starts = [] if resume_at is None else [0]
+    with suppress(KeyError, TypeError):
+        starts = [start for start in before["starts"] if start <= at]
+    lists = {
+        "parts": continued("parts", "implementation", "world_size"),
+        "data": continued("data", "dataset", "train_tokens", from_tokens=config.get("from_tokens", 0)),
+    }
+    return {**config, **lists, "starts": [*starts, at], "state": "running"}
 
 
 def _write_facts(folder: str, facts: dict[str, Any]) -> None:

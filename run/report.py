@@ -48,6 +48,8 @@ def rows(summary: Summary) -> dict[str, str]:
     tokens_per_iter, factors = math.prod(sizes.values()), " x ".join(f"{key}={value}" for key, value in sizes.items())
     commit, _, dirty = (facts.get("git_commit") or "").partition("-")
     tokens, elapsed_s, saved_mb = (known.get(key, 0) for key in ("iter/tokens", "time/elapsed_s", "memory/saved_mb"))
+    ends = [part["from_tokens"] for part in facts["data"][1:]] + [tokens]
+    seen = [(of["dataset"], end - of["from_tokens"], of["train_tokens"]) for of, end in zip(facts["data"], ends, strict=True)]
     medians = f" (medians since iteration {summary.medians_from:,})" if summary.medians_from else " (medians)"
     if summary.timed <= summary.medians_from:
         medians = " (of the first iteration alone, which takes longer than later ones)"
@@ -63,7 +65,7 @@ def rows(summary: Summary) -> dict[str, str]:
     of_tensors = held("measured", f"{less}: parameters, gradients, state and buckets")
     texts = {  # parts; without the first one there is no row
         "model": [f"{facts['parameters'] / 1e6:.2f}M parameters, {facts['dtype']}; {', then '.join(how)}, {device}: {names}"],
-        "data": [f"{facts['dataset']}: {tokens:,} tokens, {tokens / facts['train_tokens']:.2f} epochs"],
+        "data": [", then ".join(f"{name}: {count:,} tokens, {count / whole:.2f} epochs" for name, count, whole in seen)],
         "settings": [
             f"optimizer={optimizer}{''.join(changed)}, ",
             f"learning_rate={facts['learning_rate']:g}, seed={facts['seed']}, ",

@@ -202,6 +202,7 @@ def test_another_optimizer_class_is_named_and_its_state_is_counted(copy, tmp_pat
         process = run_copy(folder, "train.py", *TRAIN, *sizes, flag, "--log_interval=1", f"--out_dir={out}", ranks=2)
         assert line in process.stdout, process.stderr
         assert "WARNING" not in process.stdout
+        assert "| settings | optimizer=SignMomentum, " in (out / "report.md").read_text()
         known = {key: value for event in events_of(out) for key, value in event.items()}
         assert known["memory/predicted_state_mb"] == pytest.approx(known["memory/measured_state_mb"], rel=0.001)
 

@@ -4,12 +4,12 @@ import os
 import subprocess
 
 import pytest
-from scripts import FEW, SETTINGS, command, events_of, torch_load
+from scripts import FEW, SETTINGS, command, events_of, torch_load, train
 
 
-def start(script, *arguments, stdout, **variables):
+def start(script, *arguments, stdout, ranks=0, **variables):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.Popen(command(script, *arguments), env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command(script, *arguments, ranks=ranks), env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
 def closed_pipe():
@@ -52,3 +52,14 @@ def test_head_ends_a_script_without_an_error(script):
     assert "Traceback" not in errors
     assert "Exception" not in errors
     assert run.returncode in (0, -13)
+
+
+def test_head_ends_no_rank_with_an_error(data, tmp_path):
+    """The others wait for rank 0, which prints."""
+    train(tmp_path, data, FEW, "--max_iters=0")
+    with closed_pipe() as stdout:
+        run = start("evaluate.py", f"--out_dir={tmp_path}", "--device=cpu", stdout=stdout, ranks=2)
+        errors = run.communicate(timeout=240)[1]
+    assert run.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert (tmp_path / "evaluation.json").exists()

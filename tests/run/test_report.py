@@ -28,6 +28,7 @@ FACTS = {
     **{"optimizer": "adamw", "state_dtype": "int8", "loss_chunk": 0},
     **{"git_commit": 40 * "a" + "-dirty"},
     **{"parts": [{"from_iter": 0, "implementation": "sharded", "world_size": 2}], "starts": [0]},
+    **{"data": [{"from_iter": 0, "from_tokens": 0, "dataset": "letters", "train_tokens": 1000}]},
 }
 EVENTS = [
     {"iter": 0, **{f"memory/predicted_{part}_mb": 2.0 for part in ("parameters", "gradients", "state", "buckets", "peak")}},

@@ -10,6 +10,7 @@ from conftest import write_meta
 from scripts import FEW, SETTINGS, events_of, run, torch_load, train
 from toy import assert_equal
 
+from data.dataset import Dataset
 from distributed.signals import Action
 from run.checkpoint_folder import find
 from run.checkpoints import Checkpoints
@@ -183,6 +184,9 @@ def test_another_dataset_is_named_and_so_are_settings_without_effect(data, runs,
         f"note: the run goes on with other data: dataset {other}; until the checkpoint it was dataset {data}; "
         "another number of tokens changes their order in the middle of an epoch\n"
     ) in printed
+    seen = [(of, count, len(Dataset(str(of), 16).tokens["train"])) for of, count in ((data, 240 * 16), (other, 48 * 16))]
+    rows = [f"{of}: {count:,} tokens, {count / whole:.2f} epochs" for of, count, whole in seen]
+    assert f"| data | {rows[0]}, then {rows[1]} |\n" in (out / "report.md").read_text()
     values = "n_layer=2 (not 6), bias=False (not True), beta2=0.95 (not 0.5)"
     assert f"note: a resumed run uses the checkpoint's values: {values}\n" in printed
 

@@ -87,7 +87,12 @@ class Setting(NamedTuple):
 
 
 @exit_on_wrong_input()
-def configure(settings: dict[str, Any], argv: list[str] | None = None, connects: bool = False) -> dict[str, Any]:
+def configure(
+    settings: dict[str, Any],
+    argv: list[str] | None = None,
+    connects: bool = False,
+    unless_given: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {},
+) -> dict[str, Any]:
     """Override `settings` in place with the config files and `--key=value` arguments of `argv`, from left to right.
 
     Rank 0 prints the settings that changed. Wrong input ends the process with exit code 2. Return the settings by name, without
@@ -97,6 +102,7 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None, connects:
         settings: the globals of the script.
         argv: command-line arguments; None: sys.argv[1:].
         connects: whether the ranks of torchrun start their process group first, so that they end together.
+        unless_given: called with all values, returns those of settings that depend on others, unless the user gives them.
     """
     launch = launched()
     if settings.get("__name__") == "__main__":
@@ -106,13 +112,13 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None, connects:
         connect(launch)
     known = _declared(settings)
     config = {key: setting.default for key, setting in known.items()}
-    files: dict[str, str] = {}  # of settings whose values are from a file
+    given: dict[str, str] = {}  # settings, and the file that a value is from
     for argument in argv:
         if argument.startswith("--") and "=" in argument:
             key, text = argument[2:].split("=", 1)
             value = _parsed(text, known[key].type) if key in known else text
             config[key] = _checked(key, value, known, _shortened(argument))
-            files.pop(key, None)
+            given[key] = ""
         elif argument in ("-h", "--help"):
             if launch.rank == 0:
                 print(_help(settings, known), flush=True)
@@ -122,10 +128,12 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None, connects:
             example = f"--{key}={known[key].default is False or known[key].default}" if key in known else "--batch_size=32"
             raise ValueError(f"{argument} is not of the form --key=value; for example, write {example}")
         else:
-            config.update(values := _read_file(argument, config, known))
-            files |= dict.fromkeys(values, f" in {argument}")
+            values, assigned = _read_file(argument, config, known)
+            given |= {key: f" in {argument}" for key in values if key in assigned or values[key] != config[key]}
+            config.update(values)
+    config |= {key: value for key, value in unless_given(config).items() if key not in given}
     for key, setting in known.items():
-        _check_limits(key, config[key], setting, files.get(key, ""))
+        _check_limits(key, config[key], setting, given.get(key, ""))
     for key, value in config.items():
         if launch.rank == 0 and value != known[key].default:
             print(f"Overriding: {key} = {value!r}")
@@ -217,8 +225,8 @@ def _check_limits(key: str, value: Any, setting: Setting, where: str) -> None:
             raise ValueError(f"{key}={value}{where} {rule.text}")
 
 
-def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> dict[str, Any]:
-    """Run a config file and return the settings that it assigns.
+def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> tuple[dict[str, Any], set[str]]:
+    """Run a config file and return the settings after it, and the names that it assigns itself.
 
     The file can read the current value of every setting. Its names with a leading underscore are not settings, nor are its
     modules, functions and classes, unless they have the name of one.
@@ -227,14 +235,16 @@ def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> 
         raise ValueError(f"config file {path} does not exist; settings are given as --key=value")
     try:
         with tokenize.open(path) as file:
-            _check_statements(ast.parse(file.read(), path).body)
+            _check_statements((tree := ast.parse(file.read(), path)).body)
         names = runpy.run_path(path, init_globals=config)
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f" (line {lines[-1]})" if lines else ""  # the text of a SyntaxError has it
         raise ValueError(f"config file {path} cannot be run: {type(error).__name__}: {error}{where}") from error
     helpers = {key for key, value in names.items() if callable(value) or isinstance(value, types.ModuleType)} - known.keys()
-    return {key: _checked(key, names[key], known, path) for key in names if not key.startswith("_") and key not in helpers}
+    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    values = {key: _checked(key, names[key], known, path) for key in names if not key.startswith("_") and key not in helpers}
+    return values, assigned
 
 
 def _check_statements(statements: list[ast.stmt]) -> None:

@@ -162,7 +162,7 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
     plain, chosen = rows[0], next(row for row in rows if row["chosen"])
     size, saved, batches = chosen["world_size"], "", f"--batch_size={chosen['largest_batch']}"
     if chosen is not plain:
-        baseline = f"{planner.plain} in place" if MODES[plain["mode"]].in_place else planner.plain
+        baseline = plain["mode"]
         share = 1 - chosen["peak"] / plain["peak"]
         saved = f", {abs(share):.0%} {'less' if share >= 0 else 'more'} than {baseline} ({amount(plain['peak'])})"
         batches += f" ({baseline} {plain['largest_batch']})"
@@ -221,7 +221,9 @@ def duration(row: dict[str, Any], planner: Planner) -> str:
     time = f"{60 * hours:.0f} min"
     if hours >= 1:
         time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours"
-    text = f"; about {speed / 1e3:,.0f}k tokens/s and {time} on {settings['gpu']} at {planner.mfu:.3g} % MFU"
+    count = settings["max_iters"] * tokens / 1e6
+    of = f"{settings['max_iters']:,} iterations, {f'{count:.3g}M' if count < 1e3 else f'{count / 1e3:.3g}B'} tokens"
+    text = f"; about {speed / 1e3:,.0f}k tokens/s and {time} for {of}, on {settings['gpu']} at {planner.mfu:.3g} % MFU"
     price = settings["gpu_hour_price"]
     return f"{text}, at a cost of {hours * size * price:,.0f}" if price else text
 
@@ -261,6 +263,8 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     print(host_memory(planner, rows))
     print_table(rows, divisor, unit)
     print("\n*: the settings; --help explains the columns")
+    for line in itertools.chain.from_iterable(map(notes, by_size.values())):
+        print(line)
     if 1 in sizes:
         print("note: 1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more")
         if idle := without_effect(Flags.of(settings), 1):
@@ -269,6 +273,21 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
         if size > 1 and settings["gradient_accumulation_steps"] <= size:
             print(f"note: with one micro-step on each of {size} ranks, shard_gradients changes nothing")
     return rows
+
+
+def notes(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each row of a number of ranks that is higher than without its flag, and what checkpointing would save."""
+    base = next((row for row in rows if row["mode"] == "sharded"), rows[0])
+    chosen, where = next(row for row in rows if row["chosen"]), f"note: on {in_words(base['world_size']).strip()}"
+    parts = [key for key, kind in COLUMNS.values() if kind == "bytes"]
+    for row in rows:
+        changes_one_flag = row["mode"] not in MODES or MODES[row["mode"]].flags.is_sharded
+        if changes_one_flag and not row["chosen"] and row["peak"] > 1.005 * base["peak"]:
+            most = max(parts[: parts.index("peak")], key=lambda part: row[part] - base[part])
+            yield f"{where}, {row['mode']} takes {row['peak'] / base['peak'] - 1:.0%} more than {base['mode']}: most of it is {most}"
+        if row["mode"] == "checkpointing" and 2 * row["peak"] < chosen["peak"]:
+            share = 1 - row["peak"] / chosen["peak"]
+            yield f"{where}, --activation_checkpointing=True takes {share:.0%} less, for up to a third more computation"
 
 
 def host_memory(planner: Planner, rows: list[dict[str, Any]]) -> str:
@@ -327,7 +346,8 @@ def answer(planner: Planner, name: str, size: int) -> str:
 
 def main() -> None:
     modes = explained(mode for mode in MODES if MODES[mode].planned or mode == "loss_chunk")
-    settings = configure({**settings_of(__file__, TRAIN), "__doc__": __doc__ + modes})
+    defaults = {**settings_of(__file__, TRAIN), "__doc__": __doc__ + modes}
+    settings = configure(defaults, unless_given=lambda given: {"compile": given["device"].startswith(("auto", "cuda"))})
     path, finds = settings["json"], settings["find"] != "nothing"
     with exit_on_wrong_input():
         if path and finds:

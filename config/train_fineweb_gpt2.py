@@ -24,7 +24,7 @@ wandb_project = "fineweb"
 wandb_run_name = "gpt2-124M"
 
 # 32 micro-steps * 16 sequences * 1024 tokens = 524,288 tokens per iteration, for 1, 2, 4, 8, 16 or 32 ranks. A peak of 11.1 GB
-# on one GPU, 10.2 GB on each of eight: python plan.py config/train_fineweb_gpt2.py --world_size=1,8 --compile=True
+# on one GPU, 10.2 GB on each of eight: python plan.py config/train_fineweb_gpt2.py --world_size=1,8
 dataset = "fineweb10B"
 gradient_accumulation_steps = 32
 batch_size = 16

@@ -1,6 +1,7 @@
 """The figures of plan.py: memory, bytes and time of a run, for each way to hold the state and each number of ranks."""
 
 import math
+import re
 from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 from functools import cache
@@ -45,12 +46,14 @@ class Planner:
         self.settings, self.config = settings, config
         muon = muon_of(settings)
         self.optimizer = planned_optimizer(muon)
-        self.has_adamw, self.plain = muon is None, f"plain {self.optimizer[0].__name__}"  # the name without sharding
+        self.has_adamw = muon is None
         self.device_type = "cuda" if settings["device"] == "auto" else settings["device"].partition(":")[0]
         if self.device_type not in ("cpu", "cuda", "mps"):
             raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
         if (found := card(settings["gpu"])) is None:
+            several = re.fullmatch(r"(\d+) ?[x*] ?(.+)", settings["gpu"])
             remedy = "for another card, give the nearest one, and --gpu_memory_gb"
+            remedy = f"use --world_size={several[1]} --gpu={several[2]}" if several else remedy
             raise ValueError(f"gpu={settings['gpu']} is not one of {', '.join(CARDS)}; {remedy}")
         self.card, on_gpu = found, self.device_type == "cuda"
         # GB of a rank by the settings, or of a device without a card; 0: as the card has

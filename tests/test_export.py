@@ -23,6 +23,7 @@ from zero import checkpoint as ckpt
 
 transformers = pytest.importorskip("transformers")
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402  # which comes with it
+
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"  # Shakespeare's 65
 TEXT = "O, wilt thou leave me so unsatisfied?\n\n  'Tis 3: Farewell!\n"
 GPT2S_TEXT = f"{TEXT}def größe(π):\treturn 1234567 — 日本語 🙂'll  <|endoftext|>It's   over\n"

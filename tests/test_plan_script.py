@@ -62,7 +62,7 @@ def test_the_state_is_that_of_the_optimizer_that_build_chooses(monkeypatch):
     before = row(2)["state"]
     sgd = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
     monkeypatch.setattr("forecast.run_memory.optimizer_of", lambda *_, **adamw: sgd)
-    assert (planner().plain, 2 * row(2)["state"]) == ("plain SGD", before)
+    assert 2 * row(2)["state"] == before
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,6 @@ def test_the_row_of_the_settings_is_marked():
     }.items():
         one = planner(**changes)
         assert one.choices(2)[one.chosen(2)] == mode
-    assert planner(optimizer="muon").plain == "plain Muon"
 
 
 @pytest.mark.parametrize("memory_mb", [1, 12])
@@ -194,11 +193,42 @@ def test_a_verdict_comes_first(planned):
     printed, rows = planned
     plain, sharded = rows[8, "adamw"], rows[8, "sharded"]
     peak, of_plain = (f"{number(row['peak'] / 1e6)} MB" for row in (sharded, plain))
-    saved = f"{1 - sharded['peak'] / plain['peak']:.0%} less than plain AdamW ({of_plain})"
-    room = f"fits in 0.001 GB (0.000769 GB for tensors), up to --batch_size={sharded['largest_batch']} (plain AdamW "
+    saved = f"{1 - sharded['peak'] / plain['peak']:.0%} less than adamw ({of_plain})"
+    room = f"fits in 0.001 GB (0.000769 GB for tensors), up to --batch_size={sharded['largest_batch']} (adamw "
     above_the_table = printed.partition("\n\n")[0]
     assert f"\n    8 ranks  peak {peak}, {saved}: {room}{plain['largest_batch']}); " in above_the_table
     assert "\nmain memory of a machine with 8 of the ranks: at most " in above_the_table
+
+
+def test_the_plan_of_a_gpu_counts_as_compiled_and_names_the_rows_that_take_more(tmp_path):
+    for arguments, compiled in {
+        ("--device=auto",): True,
+        ("--device=cuda",): True,
+        ("--device=cpu",): False,
+        ("--gpu=H100", "--compile=False"): False,
+        (str(tmp_path / "given.py"), "--gpu=H100"): False,
+        (str(tmp_path / "other.py"), "--gpu=H100"): True,
+    }.items():
+        (tmp_path / "given.py").write_text("compile = False\n")
+        (tmp_path / "other.py").write_text("n_layer = 2\n")
+        printed = plan(*arguments, *SIZES, "--world_size=2", "--max_iters=7")
+        assert f", --compile={compiled}, " in printed
+    assert re.search(r" tokens/s and 0 min for 7 iterations, 0.00134M tokens, on H100 at 33 % MFU$", printed, re.M)
+    rows = {
+        mode: row(2, **changes) | {"mode": mode, "chosen": " *" * (mode == "sharded")}
+        for mode, changes in {
+            "adamw": {"use_zero1": False},
+            "sharded": {},
+            "int8": {"state_dtype": "int8"},
+            "checkpointing": {"activation_checkpointing": True, "batch_size": 1},
+        }.items()
+    }
+    rows["int8"] |= {"peak": 2 * rows["sharded"]["peak"], "buckets": 10**9}
+    rows["checkpointing"] |= {"peak": rows["sharded"]["peak"] // 4}
+    assert list(plan_script.notes(list(rows.values()))) == [
+        "note: on 2 ranks, int8 takes 100% more than sharded: most of it is buckets",
+        "note: on 2 ranks, --activation_checkpointing=True takes 75% less, for up to a third more computation",
+    ]
 
 
 def test_no_batch_fits_where_saving_does_not():
@@ -230,6 +260,7 @@ MISTAKES = {
     "--gpu_hour_price=2.5": "gpu_hour_price needs the speed of the GPUs",
     "--find=batch --json=plan.json": "find prints no table; remove --json",
     "--device=cuda --gpu=A101": "gpu=A101 is not one of B200, ",
+    "--device=cuda --gpu=8xH100": "; use --world_size=8 --gpu=H100",
     "--device=cuda --gpu=V100 --param_dtype=bfloat16": "no bfloat16 and computes in float16; use --param_dtype=auto",
     "--init_from=gpt2 --vocab_size=65": "gpt2 has its own; remove --vocab_size",
     # what train.py refuses

@@ -9,7 +9,9 @@ from scripts import FEW, SETTINGS, command, events_of, torch_load, train
 
 def start(script, *arguments, stdout, ranks=0, **variables):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.Popen(command(script, *arguments, ranks=ranks), env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command(script, *arguments, ranks=ranks), env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True
+    )
 
 
 def closed_pipe():

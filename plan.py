@@ -276,7 +276,7 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
 
 
 def notes(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each row of a number of ranks that is higher than without its flag, and what checkpointing would save."""
+    """Yield a line for each row of one number of ranks that is higher than without its flag, and what checkpointing saves."""
     base = next((row for row in rows if row["mode"] == "sharded"), rows[0])
     chosen, where = next(row for row in rows if row["chosen"]), f"note: on {in_words(base['world_size']).strip()}"
     parts = [key for key, kind in COLUMNS.values() if kind == "bytes"]
@@ -284,7 +284,8 @@ def notes(rows: list[dict[str, Any]]) -> Iterator[str]:
         changes_one_flag = row["mode"] not in MODES or MODES[row["mode"]].flags.is_sharded
         if changes_one_flag and not row["chosen"] and row["peak"] > 1.005 * base["peak"]:
             most = max(parts[: parts.index("peak")], key=lambda part: row[part] - base[part])
-            yield f"{where}, {row['mode']} takes {row['peak'] / base['peak'] - 1:.0%} more than {base['mode']}: most of it is {most}"
+            more = f"{row['peak'] / base['peak'] - 1:.0%} more than {base['mode']}: most of it is {most}"
+            yield f"{where}, {row['mode']} takes {more}"
         if row["mode"] == "checkpointing" and 2 * row["peak"] < chosen["peak"]:
             share = 1 - row["peak"] / chosen["peak"]
             yield f"{where}, --activation_checkpointing=True takes {share:.0%} less, for up to a third more computation"

@@ -130,8 +130,8 @@ class Dataset:
                     checksum = zlib.crc32(file.read(*piece).data, checksum)
                 result[os.path.basename(file.path)] = f"{file.tokens} tokens with checksum {checksum:08x}"
         if self.meta:
-            with open(os.path.join(self.directory, "meta.pkl"), "rb") as file:
-                result["meta.pkl"] = f"checksum {zlib.crc32(file.read()):08x}"
+            with open(os.path.join(self.directory, "meta.pkl"), "rb") as pickled:
+                result["meta.pkl"] = f"checksum {zlib.crc32(pickled.read()):08x}"
         return result
 
     def identity(self) -> dict[str, Any]:
@@ -196,8 +196,8 @@ def check_tokenizer(folder: str, meta: dict[str, Any] | None, dataset: str) -> N
         texts = {token: text for text, token in tokenizer.get_vocab().items() if token < 50257}
         if vocabulary_of({"vocab_size": 50257, "itos": texts}) != "50257 tokens with checksum a024cacd":
             raise DataError(
-                f"dataset {dataset} has GPT-2's tokens, but {folder} has a tokenizer of its own; write token files with it, and a "
-                "meta.pkl with its vocab_size"
+                f"dataset {dataset} has GPT-2's tokens, but {folder} has a tokenizer of its own; write token files with it, "
+                "and a meta.pkl with its vocab_size"
             )
 
 

@@ -36,9 +36,9 @@ class _File(NamedTuple):
     inode: int  # a file that was replaced is another one
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens `start`, ..., `stop - 1`. A read fails where a memory map of a file that became shorter ends the process.
+        """Return tokens `start`, ..., `stop - 1`. A memory map would end the process if the file became shorter.
 
-        Raises DataError if the file does not have them any more.
+        Raises DataError if it did.
         """
         size = (stop - start) * self.dtype.itemsize
         content = os.pread(_opened(self).fileno(), size, self.offset + start * self.dtype.itemsize)

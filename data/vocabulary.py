@@ -131,7 +131,9 @@ def tokenizer_of(folder: str) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # of transformers, of the library below it, of a file that is none
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise DataError(f"cannot read the tokenizer in {folder} ({reason}); save it there again, or remove its files") from error
+        raise DataError(
+            f"cannot read the tokenizer in {folder} ({reason}); save it there again, or remove its files"
+        ) from error
 
 
 def bytes_of_tokens(meta: dict[str, Any] | None) -> np.ndarray:

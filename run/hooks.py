@@ -102,10 +102,10 @@ class Run:
             self.sampler = Sampler(interval, raw_model, data.meta, autocast, config["seed"])
         with self.stage("starting the log"):
             self.checkpoints.claim()
-            name = type(partition(optimizer).inner).__name__
+            usual, name = config["optimizer"], type(partition(optimizer).inner).__name__
             facts = {
                 "implementation": flags.implementation(world_size),
-                "optimizer": config["optimizer"] if name.lower() == config["optimizer"] else name,  # a class of the reader's own
+                "optimizer": usual if name.lower() == usual else name,  # a class of the reader's own
                 "world_size": world_size,
                 "micro_steps": self.micro_steps,
                 "parameters": raw_model.num_params(),

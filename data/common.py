@@ -229,19 +229,12 @@ def tokenized(documents: Iterator[str], encoding: "tiktoken.Encoding") -> Iterat
     Raises:
         DataError: as `encoded`, with the number of the document.
     """
-    count = 0
-    with ThreadPoolExecutor(1) as reader:
+    names = map("document {}".format, itertools.count(1))
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(os.cpu_count()) as workers:
         ahead = reader.submit(lambda: list(itertools.islice(documents, _BATCH)))
         while batch := ahead.result():
             ahead = reader.submit(lambda: list(itertools.islice(documents, _BATCH)))
-            try:
-                tokens = encoding.encode_ordinary_batch(batch, num_threads=os.cpu_count() or 1)
-            except BaseException as error:
-                if not _is_panic(error):
-                    raise
-                tokens = [encoded(text, encoding, f"document {number}") for number, text in enumerate(batch, count + 1)]
-            yield from tokens
-            count += len(batch)
+            yield from workers.map(encoded, batch, itertools.repeat(encoding), names)
 
 
 def encoded(text: str, encoding: "tiktoken.Encoding", name: str) -> list[int]:
@@ -249,15 +242,11 @@ def encoded(text: str, encoding: "tiktoken.Encoding", name: str) -> list[int]:
     try:
         return encoding.encode_ordinary(text)
     except BaseException as error:
-        if not _is_panic(error):
+        if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
             raise
         longest = max(map(len, re.findall(r"\s+", text)), default=0)
         why = f"it has {longest:,} blanks in a row; shorten them" if longest > 10_000 else "split it"
         raise DataError(f"tiktoken cannot tokenize {name}, of {len(text):,} characters: {why}") from None
-
-
-def _is_panic(error: BaseException) -> bool:
-    return type(error).__name__ == "PanicException"  # of Rust, which is no Exception
 
 
 def write_dataset(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from forecast.live_bytes import LiveBytes
-from forecast.optimizer_state import for_first_step, groups_on_meta
+from forecast.optimizer_state import groups_on_meta
 from forecast.prediction import Moment, Optimizer, Point, arriving
 from zero.checkpoint.state import Snapshot, parts_of_rank
 from zero.codecs import codec_of
@@ -108,8 +108,9 @@ class _Rank:
             self.live.ignore(self.model.parameters())
         for param in self.model.parameters():
             self.live.count(param)
-        cls, arguments = for_first_step(optimizer)
+        cls, arguments = optimizer
         how: dict[str, Any] = {"registration_order": self.model.params, "autocast": self.model.autocast, **arguments}
+        how |= dict.fromkeys({"fused"} & arguments.keys(), False)  # in the first step: such kernels make no state here
         with self.live:
             comm = _SimulatedRank(place, flags)
             self.optimizer = ShardedOptimizer(self.model.groups, cls, comm, elementwise=True, options=flags, **how)
@@ -195,7 +196,7 @@ def dry_run(
         with rank.live:
             rank.iteration(1)
             sent = dict(rank.optimizer.comm.sent_bytes)
-            for group in rank.optimizer.param_groups:  # the first step was not fused, see `for_first_step`
+            for group in rank.optimizer.param_groups:  # as later steps are
                 group |= {name: value for name, value in optimizer[1].items() if name == "fused"}
             rank.iteration(micro_steps)
             saving, saved = rank.save()

@@ -1,6 +1,7 @@
 """The optimizer state that a class keeps: it makes a step on the meta device, where tensors have sizes but no memory."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,18 +22,11 @@ def groups_on_meta(specs: Sequence[ParameterSpec]) -> tuple[list[dict[str, Any]]
     return list(groups.values()), params
 
 
-def for_first_step(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer's class with arguments for a step on the meta device, where fused kernels make no state."""
-    cls, arguments = optimizer
-    return cls, {name: name != "fused" and value for name, value in arguments.items()}
-
-
 def state_bytes(specs: Sequence[ParameterSpec], optimizer: Optimizer) -> list[int]:
-    """Return the bytes of state that an optimizer keeps of each parameter, without counters of steps."""
-    cls, arguments = for_first_step(optimizer)
-    groups, params = groups_on_meta(specs)
-    state = first_state(cls(groups, **arguments))
-    entries = [[value for name, value in state.get(param, {}).items() if name != "step"] for param in params]
+    """Return the bytes of state that an optimizer keeps of each parameter, group by group, without counters of steps."""
+    cls, arguments = optimizer
+    state = first_state(partial(cls, **arguments), groups_on_meta(specs)[0])
+    entries = [[value for name, value in state.get(number, {}).items() if name != "step"] for number in range(len(specs))]
     return [sum(value.nbytes for value in of_param if isinstance(value, torch.Tensor)) for of_param in entries]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ def predicted(
     """
     specs = tuple(spec._replace(device=torch.device("meta")) for spec in specs)  # all devices share a result
     plan = flags.plan(specs, world_size)
-    kinds = {spec._replace(group=spec.matrices, position=0): 0 for spec in specs}  # those of a kind have as much state
+    # those of a kind have as much state
+    kinds = {spec._replace(group=spec.matrices, position=0): 0 for spec in sorted(specs, key=attrgetter("matrices"))}
     kinds.update(zip(kinds, _kept(state_bytes, [*kinds], optimizer, sources=("forecast/optimizer_state.py",)), strict=True))
     of_ranks = state_of_ranks(plan, [kinds[spec._replace(group=spec.matrices, position=0)] for spec in specs])
     rank = of_ranks.index(max(of_ranks)) if rank is None else rank

@@ -75,8 +75,8 @@ class Letters:
 
     eot_token = 0
 
-    def encode_ordinary_batch(self, texts, num_threads):
-        return [[ord(character) for character in text] for text in texts]
+    def encode_ordinary(self, text):
+        return [ord(character) for character in text]
 
 
 def script_with(name, folder, constants, monkeypatch):

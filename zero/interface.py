@@ -115,14 +115,8 @@ class DividedState(DividedOptimizer):
 
     def _zeros(self) -> dict[Any, Any]:
         """Return the state after a first step, with zeros."""
-        typed = zip(parameters(self), self.partition().plan.update_dtypes, strict=True)
-        empty = ((torch.empty_like(param, dtype=dtype, device="meta"), param.requires_grad) for param, dtype in typed)
-        left, groups = iter(params := list(itertools.starmap(torch.nn.Parameter, empty))), list[dict[str, Any]]()
-        for group in self.param_groups:
-            slow = dict.fromkeys({"fused", "capturable"} & group.keys(), False)  # which need a GPU
-            groups.append({**group, **slow, "params": [next(left) for _ in group["params"]]})
-        state, zeros = first_state(self.make_inner(groups)), partial(torch.zeros_like, device="cpu")
-        return {number: tree_map_only(torch.Tensor, zeros, state[p]) for number, p in enumerate(params) if p in state}
+        state = first_state(self.make_inner, self.param_groups, self.partition().plan.update_dtypes)
+        return tree_map_only(torch.Tensor, partial(torch.zeros_like, device="cpu"), state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the `state_dict()` of the unsharded optimizer, on the rank that `consolidate_state_dict` has named.

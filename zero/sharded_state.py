@@ -2,7 +2,7 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,12 +110,22 @@ def taken_over(optimizer: torch.optim.Optimizer, kwargs: dict[str, Any]) -> tupl
     return [{**group} for group in optimizer.param_groups], {key: arguments[key] for key in arguments if key in accepted}
 
 
-def first_state(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, dict[str, Any]]:
-    """Make a step of an optimizer on the meta device, where tensors have sizes but no memory, and return its state."""
-    for param in parameters(optimizer):
-        param.grad = torch.empty_like(param) if param.requires_grad else None
+def first_state(
+    make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], dtypes: Iterable[torch.dtype] = ()
+) -> dict[int, dict[str, Any]]:
+    """Return the state of an optimizer after a step on the meta device, where tensors have sizes but no memory, by number.
+
+    `make`: from groups of parameters, which are copied. `dtypes`: of the parameters; by default their own.
+    """
+    of_params, copies = iter(dtypes), list[dict[str, Any]]()
+    for group in groups:
+        params = [torch.empty_like(param, dtype=next(of_params, param.dtype), device="meta") for param in group["params"]]
+        copies.append({**group, "fused": False, "capturable": False, "params": list(map(torch.nn.Parameter, params))})
+        for param, like in zip(copies[-1]["params"], group["params"], strict=True):
+            param.grad = torch.empty_like(param) if like.requires_grad else None
+    optimizer = make(copies)
     without_hooks(type(optimizer).step)(optimizer)
-    return {param: optimizer.state[param] for param in parameters(optimizer) if param in optimizer.state}
+    return {number: optimizer.state[param] for number, param in enumerate(parameters(optimizer)) if param in optimizer.state}
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

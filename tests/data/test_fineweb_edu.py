@@ -49,10 +49,10 @@ def names(count):
 @pytest.mark.parametrize("stop", range(1, len(TEXTS)))
 def test_a_run_that_was_stopped_goes_on_to_the_same_files(prepare, stop):
     """After any document, twice. Whole shards are not written again."""
-    encode = hub.Letters().encode_ordinary_batch
+    encode = hub.Letters().encode_ordinary
     for batches in (stop, 1):
         ends = [*batches * [mock.DEFAULT], KeyboardInterrupt]  # the last one comes in place of a batch
-        stopped = mock.patch.object(hub.Letters, "encode_ordinary_batch", wraps=encode, side_effect=ends)
+        stopped = mock.patch.object(hub.Letters, "encode_ordinary", wraps=encode, side_effect=ends)
         with stopped, pytest.raises(KeyboardInterrupt):
             prepare()
     whole = {path: path.stat().st_mtime_ns for path in prepare.folder.glob("*.bin")}

@@ -18,15 +18,13 @@ def reading(path: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, FileNotFoundError) and error.filename == path:
             raise CheckpointError(f"there is no checkpoint {path}") from error
-        raise CheckpointError(corruption_message(path, error)) from error
-
-
-def corruption_message(path: str, reason: object) -> str:
-    """Return one line about a file or a folder that cannot be read."""
-    if refused := re.search(r"GLOBAL ([\w.]+)", str(reason)):
-        return f"{path} asks for {refused[1]}; a checkpoint holds tensors and plain values only, so none of its code was run"
-    lines = [line for line in str(reason).splitlines() if line and not line.startswith("Weights only load failed")]
-    return f"{path} is damaged, or not a checkpoint: {lines[0] if lines else type(reason).__name__}"
+        if refused := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            rule = "a checkpoint holds tensors and plain values only, so none of its code was run"
+            raise CheckpointError(f"{path} asks for {refused[1]}; {rule}") from error
+        lines = [line for line in str(error).splitlines() if line and not line.startswith("Weights only load failed")]
+        raise CheckpointError(
+            f"{path} is damaged, or not a checkpoint: {lines[0] if lines else type(error).__name__}"
+        ) from error
 
 
 def sync_folder(folder: str) -> None:

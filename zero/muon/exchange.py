@@ -11,7 +11,7 @@ import torch
 from zero.buckets import Bucket, OwnedSlice, Placement
 from zero.collectives import AllToAllWork
 from zero.muon.matrices import Part, matrix_plan, stacked
-from zero.muon.muon import Muon, is_skipped
+from zero.muon.muon import Muon, is_skipped, orthogonalized
 from zero.stopwatch import region
 
 # of slices by group of the inner optimizer, see `Muon.update_momenta`
@@ -159,7 +159,7 @@ class MatrixExchange:
             directions: dict[int, torch.Tensor] = {}  # by matrix
             for (shape, ns_steps), indices in batches.items():
                 in_order = [pieces[index][start] for index in indices for start in sorted(pieces[index])]
-                transformed = self.inner.directions(torch.cat(in_order).view(-1, *shape), ns_steps)
+                transformed = orthogonalized(torch.cat(in_order).view(-1, *shape), ns_steps)
                 directions.update(zip(indices, transformed.reshape(len(indices), -1), strict=True))
             outgoing = [directions[part.matrix][part.start : part.stop] for part in round_.received]
             joined = torch.cat(outgoing) if outgoing else incoming

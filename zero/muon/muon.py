@@ -21,7 +21,7 @@ class Muon(torch.optim.AdamW):
     much as with AdamW, and both can have the same learning rate and weight decay (https://arxiv.org/abs/2502.16982).
 
     Only the second of its three parts needs a matrix whole. A ShardedOptimizer calls `update_momenta` and `add_directions` for
-    lists of slices, `directions` for matrices of the same shape on the rank that owns them, and `step` for the other groups.
+    lists of slices, `orthogonalized` for matrices of one shape on the rank that owns them, and `step` for the other groups.
 
     Args:
         params: parameter groups. A group with the entry "matrices": 1 has parameters with two dimensions. With k > 1, each of
@@ -94,7 +94,7 @@ class Muon(torch.optim.AdamW):
         for param, group in updated if updated and not is_skipped(self) else ():
             shape = stacked(param.shape, group["matrices"])
             matrices = self.update_momenta([param], group)[0].to(self.matrix_dtype).reshape(-1, *shape)
-            self.add_directions([param], group, [self.directions(matrices, group["ns_steps"]).reshape(param.shape)], [shape])
+            self.add_directions([param], group, [orthogonalized(matrices, group["ns_steps"]).reshape(param.shape)], [shape])
         try:
             for group, _ in of_matrices:
                 group["params"] = []
@@ -115,10 +115,6 @@ class Muon(torch.optim.AdamW):
         momenta = [self.state[local]["momentum_buffer"] for local in locals_]
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         return list(torch._foreach_lerp(gradients, momenta, group["momentum"])) if group["nesterov"] else momenta
-
-    def directions(self, matrices: torch.Tensor, ns_steps: int) -> torch.Tensor:
-        """Return the directions of the update of matrices, (number, rows, columns), in the same shape and dtype."""
-        return orthogonalized(matrices, ns_steps)
 
     def add_directions(
         self,

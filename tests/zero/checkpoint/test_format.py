@@ -13,7 +13,7 @@ from toy import assert_equal
 
 from zero import checkpoint as ckpt
 from zero.checkpoint import format
-from zero.checkpoint.files import corruption_message
+from zero.checkpoint.files import reading
 
 
 def load_where(own):
@@ -61,15 +61,16 @@ def test_every_rank_needs_the_file_of_rank_0(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reason", "expected"),
+    ("error", "expected"),
     [
-        ("first line\nsecond line", "x is damaged, or not a checkpoint: first line"),
-        ("Weights only load failed. Read this\nbad magic", "x is damaged, or not a checkpoint: bad magic"),
+        (ValueError("first line\nsecond line"), "x is damaged, or not a checkpoint: first line"),
+        (ValueError("Weights only load failed. Read this\nbad magic"), "x is damaged, or not a checkpoint: bad magic"),
         (EOFError(), "x is damaged, or not a checkpoint: EOFError"),
     ],
 )
-def test_one_line_on_a_damaged_file(reason, expected):
-    assert corruption_message("x", reason) == expected
+def test_one_line_on_a_damaged_file(error, expected):
+    with pytest.raises(ckpt.CheckpointError, match=f"^{expected}$"), reading("x"):
+        raise error
 
 
 def test_what_is_missing_damaged_or_no_checkpoint(tmp_path):

@@ -10,15 +10,14 @@ What fits: the largest batch, the fewest GPUs, the largest model. And what a run
     $ python plan.py config/train_gpt2_xl.py --world_size=8 --find=batch        # or gpus, or model
     $ python plan.py config/train_gpt2.py --world_size=8 --gpu=H100 --gpu_hour_price=2.50
 
-Every setting of train.py is a setting of plan.py, with the same default; python train.py --help explains them.
+Every setting of train.py is one of plan.py, which compiles on a GPU by default; python train.py --help explains them.
 
 Time is estimated: computation at --mfu per cent of the data sheet's peak, and the communication that does not overlap
-with it. Evaluations, checkpoints and slow ranks are not counted. A machine has --ranks_per_machine ranks.
+with it, without evaluations, checkpoints and slow ranks.
 
 The row that the settings choose is marked with *. `checkpointing` is sharded with activation_checkpointing=True, and
 `all` has everything together. If the settings have checkpointing or loss_chunk, all rows have it. For comparison only:
-`_in_place`, a loop whose zero_grad(set_to_none=False) leaves gradients in DDP's buckets, where they take no memory in
-addition from the third iteration on.
+`_in_place`, a loop whose zero_grad(set_to_none=False) leaves gradients in DDP's buckets from the third iteration on.
 
 Columns, of the rank with the most optimizer state:
   gradients    between micro-steps if there are several, otherwise before the update
@@ -48,7 +47,7 @@ from json import dump
 from operator import attrgetter, itemgetter
 from typing import Any, Literal
 
-from charts.style import number, shown_in, table
+from charts.style import number, shown_in, table, with_unit
 from configurator import TRAIN, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure, integers, settings_of
 from data.dataset import DATA_DIR, Dataset
 from data.shards import paths_of
@@ -135,8 +134,8 @@ def vocabulary(settings: dict[str, Any]) -> int:
     try:
         return given or expected_vocab_size(folder) or usual
     except DataError as error:
-        print(f"WARNING: the vocabulary of dataset {name} is not known: it is not prepared, and {error}.")
-        print(f"         The table is for {usual} tokens and may be far off; use --vocab_size=<number of tokens>")
+        assumed_size = f"the table is for {usual} tokens and may be far off; use --vocab_size=<number of tokens>"
+        print(f"WARNING: the vocabulary of dataset {name} is not known, because it is not prepared, and {error}; {assumed_size}")
         return usual
 
 
@@ -218,12 +217,9 @@ def duration(row: dict[str, Any], planner: Planner) -> str:
     settings, size = planner.settings, row["world_size"]
     tokens = math.prod(planner.batch(size)) * planner.config.block_size  # per iteration
     speed, hours = tokens / row["seconds"], settings["max_iters"] * row["seconds"] / 3600
-    time = f"{60 * hours:.0f} min"
-    if hours >= 1:
-        time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours"
-    count = settings["max_iters"] * tokens / 1e6
-    of = f"{settings['max_iters']:,} iterations, {f'{count:.3g}M' if count < 1e3 else f'{count / 1e3:.3g}B'} tokens"
-    text = f"; about {speed / 1e3:,.0f}k tokens/s and {time} for {of}, on {settings['gpu']} at {planner.mfu:.3g} % MFU"
+    of = f"{settings['max_iters']:,} iterations, {with_unit(settings['max_iters'] * tokens, 'tokens')}"
+    took = f"{with_unit(hours, 'hours')} for {of}, on {settings['gpu']} at {planner.mfu:.3g} % MFU"
+    text = f"; about {speed / 1e3:,.0f}k tokens/s and {took}"
     price = settings["gpu_hour_price"]
     return f"{text}, at a cost of {hours * size * price:,.0f}" if price else text
 
@@ -255,7 +251,7 @@ def print_table(rows: list[dict[str, Any]], divisor: float, unit: str) -> None:
 def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     """Print the table with its explanations and return its rows."""
     by_size = {size: [planner.figures(mode, choice, size) for choice, mode in planner.choices(size).items()] for size in sizes}
-    rows, settings = list(itertools.chain(*by_size.values())), planner.settings
+    rows = list(itertools.chain(*by_size.values()))
     divisor, unit = shown_in("bytes", 10 * max(row["parameters"] for row in rows))  # 0.1 GB is the least with two digits
     print(f"{description(planner)}; the rank with the most optimizer state")
     for of_size in by_size.values():
@@ -263,32 +259,30 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     print(host_memory(planner, rows))
     print_table(rows, divisor, unit)
     print("\n*: the settings; --help explains the columns")
-    for line in itertools.chain.from_iterable(map(notes, by_size.values())):
-        print(line)
-    if 1 in sizes:
-        print("note: 1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more")
-        if idle := without_effect(Flags.of(settings), 1):
-            print(f"note: without effect on 1 rank: {', '.join(idle)}")
-    for size in sizes:
-        if size > 1 and settings["gradient_accumulation_steps"] <= size:
-            print(f"note: with one micro-step on each of {size} ranks, shard_gradients changes nothing")
+    for line in itertools.chain.from_iterable(notes(of_size, planner) for of_size in by_size.values()):
+        print(f"note: {line}")
     return rows
 
 
-def notes(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each row of one number of ranks that is higher than without its flag, and what checkpointing saves."""
-    base = next((row for row in rows if row["mode"] == "sharded"), rows[0])
-    chosen, where = next(row for row in rows if row["chosen"]), f"note: on {in_words(base['world_size']).strip()}"
-    parts = [key for key, kind in COLUMNS.values() if kind == "bytes"]
+def notes(rows: list[dict[str, Any]], planner: Planner) -> Iterator[str]:
+    """Yield lines about one number of ranks: flags that take memory or change nothing, what checkpointing saves."""
+    base, chosen = next((row for row in rows if row["mode"] == "sharded"), rows[0]), next(row for row in rows if row["chosen"])
+    size, parts = base["world_size"], [key for key, kind in COLUMNS.values() if kind == "bytes"]
     for row in rows:
         changes_one_flag = row["mode"] not in MODES or MODES[row["mode"]].flags.is_sharded
         if changes_one_flag and not row["chosen"] and row["peak"] > 1.005 * base["peak"]:
             most = max(parts[: parts.index("peak")], key=lambda part: row[part] - base[part])
             more = f"{row['peak'] / base['peak'] - 1:.0%} more than {base['mode']}: most of it is {most}"
-            yield f"{where}, {row['mode']} takes {more}"
+            yield f"on {in_words(size).strip()}, {row['mode']} takes {more}"
         if row["mode"] == "checkpointing" and 2 * row["peak"] < chosen["peak"]:
-            share = 1 - row["peak"] / chosen["peak"]
-            yield f"{where}, --activation_checkpointing=True takes {share:.0%} less, for up to a third more computation"
+            less = f"{1 - row['peak'] / chosen['peak']:.0%} less, for up to a third more computation"
+            yield f"on {in_words(size).strip()}, --activation_checkpointing=True takes {less}"
+    if size == 1:
+        yield "1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more"
+        if idle := without_effect(Flags.of(planner.settings), 1):
+            yield f"without effect on 1 rank: {', '.join(idle)}"
+    elif planner.settings["gradient_accumulation_steps"] <= size:
+        yield f"with one micro-step on each of {size} ranks, shard_gradients changes nothing"
 
 
 def host_memory(planner: Planner, rows: list[dict[str, Any]]) -> str:
@@ -316,8 +310,7 @@ def print_found(planner: Planner, sizes: list[int]) -> None:
     print(f"{description(planner)}\n{asked[find]}:")
     for size in sizes if find != "gpus" else [max(sizes)]:
         for name in candidates(planner, size):
-            place = "" if find == "gpus" else f"{in_words(size)}  "
-            print(f"{place}{name:14}  {answer(planner, name, size)}")
+            print(f"{'' if find == 'gpus' else f'{in_words(size)}  '}{name:14}  {answer(planner, name, size)}")
 
 
 def answer(planner: Planner, name: str, size: int) -> str:

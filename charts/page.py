@@ -16,7 +16,7 @@ from typing import Any
 
 from charts.differences import differences, in_common
 from charts.lines import Run, interactive, is_over_iterations, latest, look
-from charts.style import CONFIG, FONT, PARAMS, number, shown_in
+from charts.style import CONFIG, FONT, PARAMS, number, with_unit
 
 ACTIONS = {"export": True, "source": False, "compiled": False, "editor": False}  # menu of a chart; the editor is a web page
 
@@ -57,12 +57,13 @@ def table(runs: Sequence[Run]) -> str:
     """Return the table at the top of the page, with the best figure of each column in bold."""
     is_one_kind = len({run.on_gpu for run in runs}) == 1
     has_same_data = len({run.facts["dataset"] for run in runs if "dataset" in run.facts}) <= 1  # as far as it is known
+    memory = functools.partial(with_unit, unit="MB")
     figures: dict[str, list[str]] = {}  # the cells of a column by its name
     for name, key, figure_of, text_of, best_of in (
         ("best validation loss", "val/loss", min, "{:.4f}".format, min if has_same_data else None),
         ("tokens per second", "throughput/tokens_per_second", median, number, max),
-        ("peak", "memory/peak_mb", max, _memory, min if is_one_kind else None),
-        ("saved", "memory/saved_mb", latest, _memory, max),
+        ("peak", "memory/peak_mb", max, memory, min if is_one_kind else None),
+        ("saved", "memory/saved_mb", latest, memory, max),
         ("wall time", "time/elapsed_s", latest, lambda seconds: str(timedelta(seconds=round(seconds))), None),
     ):
         if any(values := [run.get(key, figure_of) for run in runs]):
@@ -96,11 +97,6 @@ def _column(
     known = [value for value in values if value is not None]
     best = text_of(best_of(known)) if best_of and len(set(filter(None, texts))) > 1 else None
     return [f'<td class="number{" best" if text == best else ""}">{text}</td>' for text in texts]
-
-
-def _memory(megabytes: float) -> str:
-    divisor, unit = shown_in("MB", abs(megabytes))
-    return f"{number(megabytes / divisor)} {unit}"
 
 
 def _mark(place: int) -> str:

@@ -63,7 +63,8 @@ CONFIG: dict[str, Any] = {
     "view": {"stroke": None},
 }
 _UNITS: dict[str, dict[str, float]] = {"MB": {"GB": 1000, "MB": 1}, "bytes": {"GB": 1e9, "MB": 1e6, "kB": 1e3}}
-_UNITS |= {"ms": {"s": 1000, "ms": 1}, "s": {"s": 1, "ms": 0.001}}
+_UNITS |= {"ms": {"s": 1000, "ms": 1}, "s": {"s": 1, "ms": 0.001}, "hours": {"days": 24, "hours": 1, "min": 1 / 60}}
+_UNITS |= {"tokens": {"B tokens": 1e9, "M tokens": 1e6}}
 
 
 def save(chart: Any, path: str) -> None:
@@ -113,6 +114,12 @@ def shown_in(unit: str, largest: float) -> tuple[float, str]:
 def number(value: float) -> str:
     """Return a value with three digits, such as 1.82, 24.1 or 1,817."""
     return f"{value:,.0f}" if value == 0 or abs(value) >= 99.95 else f"{value:#.3g}"
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Return a value with its unit, such as 1.82 GB for 1820 MB."""
+    divisor, name = shown_in(unit, abs(value))
+    return f"{number(value / divisor)} {name}"
 
 
 def table(lines: Sequence[Sequence[str]]) -> str:

@@ -51,9 +51,9 @@ class Planner:
         if self.device_type not in ("cpu", "cuda", "mps"):
             raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
         if (found := card(settings["gpu"])) is None:
-            several = re.fullmatch(r"(\d+) ?[x*] ?(.+)", settings["gpu"])
             remedy = "for another card, give the nearest one, and --gpu_memory_gb"
-            remedy = f"use --world_size={several[1]} --gpu={several[2]}" if several else remedy
+            if several := re.fullmatch(r"(\d+) ?[x*] ?(.+)", settings["gpu"]):
+                remedy = f"use --world_size={several[1]} --gpu={several[2]}"
             raise ValueError(f"gpu={settings['gpu']} is not one of {', '.join(CARDS)}; {remedy}")
         self.card, on_gpu = found, self.device_type == "cuda"
         # GB of a rank by the settings, or of a device without a card; 0: as the card has

@@ -20,8 +20,7 @@ import torch
 from distributed.machine import DTYPES, multiplies_in_float32
 from forecast.activations import predict
 from forecast.baselines import replicated
-from forecast.dry_run import dry_run
-from forecast.optimizer_state import state_bytes, state_of_ranks
+from forecast.dry_run import dry_run, state_bytes, state_of_ranks
 from forecast.prediction import Activations, Moment, Optimizer, Prediction, Workload
 from model import GPT, GPTConfig, without_weights
 from zero.autocast import autocast_parameters
@@ -78,7 +77,7 @@ def predicted(
     plan = flags.plan(specs, world_size)
     # those of a kind have as much state
     kinds = {spec._replace(group=spec.matrices, position=0): 0 for spec in sorted(specs, key=attrgetter("matrices"))}
-    kinds.update(zip(kinds, _kept(state_bytes, [*kinds], optimizer, sources=("forecast/optimizer_state.py",)), strict=True))
+    kinds.update(zip(kinds, _kept(state_bytes, [*kinds], optimizer, sources=("zero/sharded_state.py",)), strict=True))
     of_ranks = state_of_ranks(plan, [kinds[spec._replace(group=spec.matrices, position=0)] for spec in specs])
     rank = of_ranks.index(max(of_ranks)) if rank is None else rank
     others |= {"on_cpu": on_cpu, "uneven": max(of_ranks) * len(of_ranks) / max(1, sum(of_ranks))}

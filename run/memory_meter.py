@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.launch import launched
 from distributed.ranks import print0
-from forecast.optimizer_state import state_bytes, state_of_ranks
+from forecast.dry_run import state_bytes, state_of_ranks
 from forecast.prediction import Activations, Optimizer, Prediction, Workload
 from forecast.run_memory import planned_optimizer, predicted, predicted_activations
 from run.logger import Logger

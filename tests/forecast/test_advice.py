@@ -141,7 +141,9 @@ def test_plan_says_what_to_do(data):
         re.M,
     )
     assert re.search(
-        r"; about [\d,]+k tokens/s and \d+ min for 600,000 iterations, [\d.]+[MB] tokens, on A100 at 33 % MFU$", lines, re.M
+        r"; about [\d,]+k tokens/s and [\d.]+ min for 600,000 iterations, [\d.,]+ [MB] tokens, on A100 at 33 % MFU$",
+        lines,
+        re.M,
     )
     assert re.search(r"^ +--batch_size=1 --gradient_accumulation_steps=12: the same global batch; ", lines, re.M)
     nothing = plan(*small, "--world_size=1,8", "--gpu_memory_gb=0.00001", "--device=cuda")

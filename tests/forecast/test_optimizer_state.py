@@ -1,9 +1,9 @@
-"""forecast/optimizer_state.py: the state of an optimizer is known before its first step."""
+"""forecast/dry_run.py: the state of an optimizer is known before its first step."""
 
 import pytest
 import torch
 
-from forecast.optimizer_state import state_bytes
+from forecast.dry_run import state_bytes
 from model import GPT, GPTConfig
 from zero import Muon
 from zero.held_bytes import held_bytes

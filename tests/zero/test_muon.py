@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import _muon
 from toy import assert_equal, batch, largest_difference, train, weights
 
-from forecast.optimizer_state import state_bytes, state_of_ranks
+from forecast.dry_run import state_bytes, state_of_ranks
 from forecast.run_memory import gpt_specs, planned_optimizer, predicted
 from model import GPT, GPT2_SIZES, GPTConfig
 from zero import Muon, ShardedDataParallel, ShardedOptimizer

@@ -135,7 +135,9 @@ def vocabulary(settings: dict[str, Any]) -> int:
         return given or expected_vocab_size(folder) or usual
     except DataError as error:
         assumed_size = f"the table is for {usual} tokens and may be far off; use --vocab_size=<number of tokens>"
-        print(f"WARNING: the vocabulary of dataset {name} is not known, because it is not prepared, and {error}; {assumed_size}")
+        print(
+            f"WARNING: the vocabulary of dataset {name} is not known, because it is not prepared, and {error}; {assumed_size}"
+        )
         return usual
 
 

@@ -30,8 +30,8 @@ ABOVE = {
 # inside zero: a module imports its own layer and those before it
 LAYERS = (
     ("autocast", "codecs", "host_comm", "layout", "masters", "options", "stopwatch", "tensors"),
-    ("buckets", "checks", "collectives", "flags", "muon", "muon.matrices", "muon.muon"),
-    ("sharded_state",),
+    ("buckets", "checks", "collectives", "muon", "muon.matrices", "muon.muon"),
+    ("flags", "sharded_state"),
     ("checkpoint",),
     ("gradients", "interface", "muon.exchange", "optimizer", "moves", "update"),
     ("data_parallel", "grad_scaler", "held_bytes", "reducer"),

@@ -1,7 +1,6 @@
 """Parameters that forward reads through casts of autocast only: a ShardedOptimizer stores them as these casts return them."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -27,27 +26,10 @@ def autocast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[nn.Paramet
 
 
 def check_autocast(autocast: Mapping[nn.Parameter, torch.dtype]) -> None:
-    """Raise ValueError if parameters cannot be stored in these dtypes, or PyTorch does not add up in float32."""
+    """Raise ValueError if parameters cannot be stored in these dtypes."""
     for param, dtype in autocast.items():
         if param.dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ValueError(f"autocast casts float32 parameters to bfloat16 or float16, not {param.dtype} to {dtype}")
-    if autocast and not ADDS_UP:
-        why = f"PyTorch {torch.__version__} does not add 16-bit gradients to a float32 sum (Parameter.grad_dtype)"
-        raise ValueError(f"{why}; leave `autocast` out, or use param_dtype='float32'")
-
-
-def adds_up_in_float32(dtype: torch.dtype) -> bool:
-    """Return whether autograd adds a gradient of a parameter of `dtype` to a float32 sum, without rounding."""
-    param = nn.Parameter(torch.ones((), dtype=dtype, device="cpu"))
-    param.grad_dtype = None
-    with suppress(RuntimeError), torch.enable_grad():
-        param.grad = torch.ones((), device="cpu")
-        (param * 2.0**-12).backward()
-        return param.grad.dtype == torch.float32 and param.grad.item() == 1 + 2.0**-12
-    return False
-
-
-ADDS_UP = adds_up_in_float32(torch.bfloat16) and adds_up_in_float32(torch.float16)
 
 
 def check_runs_under(device_type: str, dtype: torch.dtype) -> None:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
 from zero.codecs import codec_of
-from zero.layout import ParameterSpec, Plan, plan, zero_redundancy_plan
+from zero.layout import ParameterSpec, Plan, plan
 from zero.options import Options, ParamDtype
+from zero.sharded_state import zero_redundancy_plan
 
 Implementation = Literal["sharded", "torch"]
 

@@ -265,27 +265,14 @@ def plan(
     return Plan(tuple(params), world_size, tuple(buffers), None, param_dtype, options.state_dtype)
 
 
-def zero_redundancy_plan(params: Sequence[ParameterSpec], world_size: int) -> Plan:
-    """Return the plan of `torch.distributed.optim.ZeroRedundancyOptimizer`, see its `_partition_parameters`.
+def balanced(costs: Sequence[int], loads: list[int]) -> list[int]:
+    """Return a rank for each cost, the largest first ("longest processing time"): that with the smallest load so far.
 
-    Group by group, the largest parameter first, each parameter goes to the rank with the fewest elements so far.
-    """
-    order = sorted(range(len(params)), key=lambda number: (params[number].group, -params[number].numel))
-    owners = balanced([spec.numel for spec in params], [0] * world_size, order)
-    assigned: list[list[Slice]] = [[] for _ in range(world_size)]
-    for number in order:
-        assigned[owners[number]].append(Slice(number, 0, params[number].numel))
-    return Plan(tuple(params), world_size, assigned=tuple(map(tuple, assigned)))
-
-
-def balanced(costs: Sequence[int], loads: list[int], order: Iterable[int] | None = None) -> list[int]:
-    """Return a rank for each cost: in order, the rank with the smallest load, the first of several. Adds the costs to `loads`.
-
-    `order`: numbers of the costs. Default: the largest cost first ("longest processing time").
+    Adds the costs to `loads`.
     """
     smallest = sorted((load, rank) for rank, load in enumerate(loads))  # a heap
     ranks = [0] * len(costs)
-    for number in sorted(range(len(costs)), key=lambda number: -costs[number]) if order is None else order:
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
         _, rank = smallest[0]
         loads[rank] += costs[number]
         ranks[number] = rank

@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zero.buckets import OwnedSlice
 from zero.host_comm import ALONE, cpu_group, gather_objects, meet
-from zero.layout import Plan, Slice, parameter_specs
+from zero.layout import ParameterSpec, Plan, Slice, parameter_specs
 from zero.stopwatch import without_hooks
 
 
@@ -67,18 +67,33 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
         return optimizer.partition()
     params, specs = parameters(optimizer), parameter_specs(optimizer.param_groups)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        numbers = {param: number for number, param in enumerate(params)}
-        assigned = tuple(  # by this version of torch; `zero.layout.zero_redundancy_plan` predicts it
-            tuple(Slice(numbers[param], 0, param.numel()) for group in groups for param in group["params"])
-            for groups in optimizer._partition_parameters()  # type: ignore[attr-defined]  # not in torch's stubs
-        )
-        plan, rank, replica = Plan(tuple(specs), len(assigned), assigned=assigned), optimizer.rank, 0
+        plan, rank, replica = _plan_of_torch(optimizer, params, specs), optimizer.rank, 0
         inner, group, everyone = optimizer.optim, optimizer.process_group, optimizer.process_group
     else:
         plan, rank, replica = Plan(tuple(specs), 1), 0, dist.get_rank() if dist.is_initialized() else 0
         inner, group, everyone = optimizer, None, ALONE
     owned = [OwnedSlice(number, params[number], 0, stop, 0, params[number]) for number, _, stop, _ in plan.slices(rank)]
     return Partition(optimizer, inner, plan, rank, group, everyone, owned, replica)
+
+
+def zero_redundancy_plan(specs: Sequence[ParameterSpec], world_size: int) -> Plan:
+    """Return the plan of a ZeroRedundancyOptimizer of this version of torch, without its other ranks."""
+    params, groups = [torch.empty(spec.shape, device="meta") for spec in specs], dict[int, list[torch.Tensor]]()
+    for param, spec in sorted(zip(params, specs, strict=True), key=lambda pair: pair[1].group):
+        groups.setdefault(spec.group, []).append(param)
+    optimizer: Any = object.__new__(ZeroRedundancyOptimizer)  # without its constructor, which needs all ranks
+    optimizer.world_size, optimizer._partition_parameters_cache = world_size, []
+    optimizer.param_groups = [{"params": params} for params in groups.values()]
+    return _plan_of_torch(optimizer, params, specs)
+
+
+def _plan_of_torch(optimizer: Any, params: Sequence[torch.Tensor], specs: Sequence[ParameterSpec]) -> Plan:
+    numbers = {param: number for number, param in enumerate(params)}
+    assigned = tuple(
+        tuple(Slice(numbers[param], 0, param.numel()) for group in groups for param in group["params"])
+        for groups in optimizer._partition_parameters()
+    )
+    return Plan(tuple(specs), len(assigned), assigned=assigned)
 
 
 def settled_partition(optimizer: torch.optim.Optimizer) -> Partition:
@@ -101,11 +116,8 @@ def taken_over(optimizer: torch.optim.Optimizer, kwargs: dict[str, Any]) -> tupl
         raise ValueError(
             f"{name} does not keep {', '.join(unknown)} in its defaults; give ShardedOptimizer the class and groups"
         )
-    if (
-        hasattr(optimizer.step, "_wrapped_by_lr_sched")
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-    ):
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if hooks or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise ValueError(f"{name} has a scheduler or hooks, which would stay with it; make these after ShardedOptimizer")
     return [{**group} for group in optimizer.param_groups], {key: arguments[key] for key in arguments if key in accepted}
 

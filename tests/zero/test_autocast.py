@@ -13,8 +13,6 @@ from toy import assert_equal
 
 from model import GPT, GPTConfig
 from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer, autocast_parameters
-from zero import autocast as module_of_autocast
-from zero.build import build, clip_grad_norm_, optimizer_of
 from zero.checkpoint import consolidate, model_state_dict
 from zero.flags import Flags
 
@@ -290,24 +288,6 @@ def refusals():
 
 def test_contract():
     run_in_turn(2, contract, refusals, declared_on_one_rank)
-
-
-class OldParameter(torch.Tensor):
-    """A parameter of a PyTorch in which `grad_dtype` means nothing."""
-
-    grad_dtype = property(lambda param: None, lambda param, value: None)
-
-
-def test_a_pytorch_that_adds_up_in_16_bits_is_refused(monkeypatch):
-    autocast = autocast_parameters(nn.Linear(3, 3), BFLOAT16)
-    module_of_autocast.check_autocast(autocast)
-    monkeypatch.setattr(module_of_autocast, "ADDS_UP", False)
-    with pytest.raises(ValueError, match=r"PyTorch .* does not add 16-bit gradients to a float32 sum"):
-        module_of_autocast.check_autocast(autocast)
-    assert module_of_autocast.adds_up_in_float32(BFLOAT16)
-    old = lambda tensor: tensor.as_subclass(OldParameter).requires_grad_()  # noqa: E731
-    monkeypatch.setattr(module_of_autocast.nn, "Parameter", old)
-    assert not module_of_autocast.adds_up_in_float32(BFLOAT16)
 
 
 class Odd(nn.Module):

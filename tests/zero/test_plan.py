@@ -16,9 +16,9 @@ from model import GPT, GPTConfig
 from zero.autocast import autocast_parameters
 from zero.build import build
 from zero.flags import Flags
-from zero.layout import Layout, ParameterSpec, Plan, auto_bucket_mb, parameter_specs, plan, zero_redundancy_plan
+from zero.layout import Layout, ParameterSpec, Plan, auto_bucket_mb, parameter_specs, plan
 from zero.options import Options
-from zero.sharded_state import parameters, partition
+from zero.sharded_state import parameters, partition, zero_redundancy_plan
 
 settings.register_profile("few", deadline=None, max_examples=50)  # a loaded machine may take any time
 settings.load_profile("few")

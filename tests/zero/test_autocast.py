@@ -14,6 +14,7 @@ from toy import assert_equal
 from model import GPT, GPTConfig
 from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer, autocast_parameters
 from zero.checkpoint import consolidate, model_state_dict
+from zero.build import build, optimizer_of
 from zero.flags import Flags
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32

@@ -13,8 +13,8 @@ from toy import assert_equal
 
 from model import GPT, GPTConfig
 from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer, autocast_parameters
+from zero.build import build, clip_grad_norm_, optimizer_of
 from zero.checkpoint import consolidate, model_state_dict
-from zero.build import build, optimizer_of
 from zero.flags import Flags
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32

@@ -154,8 +154,7 @@ def description(planner: Planner) -> str:
 def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int], str]) -> Iterator[str]:
     """Yield lines about one number of ranks: what the settings take and save, whether it fits, how long the run takes.
 
-    If the settings do not fit, the lines say which ones do, and what each of these costs. If train.py would refuse the settings
-    with this number of ranks, they say which others are assumed.
+    If the settings do not fit, lines say which ones do, and what these cost; if train.py refuses them, which are assumed.
 
     Args:
         amount: writes bytes with their unit.
@@ -247,7 +246,7 @@ def print_table(rows: list[dict[str, Any]], divisor: float, unit: str) -> None:
             shown = {**row, "mode": row["mode"] + row["chosen"]}
             values = [(shown[key] / divisor if kind == "bytes" else shown[key], kind) for key, kind in columns.values()]
             lines.append([format(value, formats[kind]) for value, kind in values])
-    print(f"\n{table(lines)}")
+    print(f"\n{table(lines)}\n\n*: the settings; --help explains the columns")
 
 
 def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
@@ -260,7 +259,6 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
         print("\n".join(verdict(of_size, planner, lambda count: f"{number(count / divisor)} {unit}")))
     print(host_memory(planner, rows))
     print_table(rows, divisor, unit)
-    print("\n*: the settings; --help explains the columns")
     for line in itertools.chain.from_iterable(notes(of_size, planner) for of_size in by_size.values()):
         print(f"note: {line}")
     return rows

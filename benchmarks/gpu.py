@@ -124,14 +124,13 @@ def parts(gpus: int, out: str) -> list[Part]:
         fast("gpt2-compiled", 120, *of_gpt2, compiled),
         fast("xl-all-flags", 210, *of_xl, "--batch_size=1", *all_flags),
         fast("xl-bfloat16", 150, *of_xl, "--param_dtype=bfloat16"),
-        # waits for collectives, and memory that moves
+        # waits for collectives
         *parity("nccl-float32", 1, "--bias=True", *small_buckets),
         # Linear layers as autocast rounds them: bit-identical to float32 weights. Otherwise a kernel chooses its algorithm by
         # the address of a weight (then --bias=False differs as well), or does not round a bias as a cast does
         *parity("nccl-autocast", 1, "--bias=True", "--dtype=bfloat16", "--bucket_mb=0.3", *unclipped),
         ordered("nccl-bfloat16", 1, "--param_dtype=bfloat16", "--bucket_mb=0.3", *unclipped),
         ordered("nccl-muon", 1, "--optimizer=muon", *small_buckets),
-        Part("storage", 30, 0, ["-m", "benchmarks.storage"]),
         fast("gpt2-eager", 60, *of_gpt2, eager),
         *several,
         bench(f"time-1-{'nccl' if on_gpu else 'gloo'}-rank", 150, "gpt2", *times, ranks=1, folder="time"),

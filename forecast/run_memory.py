@@ -75,8 +75,8 @@ def predicted(
     """
     specs = tuple(spec._replace(device=torch.device("meta")) for spec in specs)  # all devices share a result
     plan = flags.plan(specs, world_size)
-    # those of a kind have as much state
-    kinds = {spec._replace(group=spec.matrices, position=0): 0 for spec in sorted(specs, key=attrgetter("matrices"))}
+    in_order = sorted(specs, key=attrgetter("matrices"))
+    kinds = {spec._replace(group=spec.matrices, position=0): 0 for spec in in_order}  # those of a kind have as much state
     kinds.update(zip(kinds, _kept(state_bytes, [*kinds], optimizer, sources=("zero/sharded_state.py",)), strict=True))
     of_ranks = state_of_ranks(plan, [kinds[spec._replace(group=spec.matrices, position=0)] for spec in specs])
     rank = of_ranks.index(max(of_ranks)) if rank is None else rank

@@ -31,12 +31,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self,
-        folder: str,
-        keep: int = 0,
-        background: bool = False,
-        newest_is_corrupt: bool = False,
-        sweep: bool = True,
+        self, folder: str, keep: int = 0, background: bool = False, newest_is_corrupt: bool = False, sweep: bool = True
     ) -> None:
         self.folder, self.keep, self.background = folder, keep, background
         self.newest_is_corrupt = newest_is_corrupt

@@ -79,11 +79,7 @@ def rows(summary: Summary) -> dict[str, str]:
             f"{_time(elapsed_s)} (h:mm:ss), with evaluations and checkpoints" if elapsed_s else "",
             ", without what was lost before a restart" if restarts else "",
         ],
-        "speed": [
-            fill("{median_tokens_per_second:,.0f} tokens/s"),
-            fill(", MFU {median_mfu:.1f} %"),
-            medians,
-        ],
+        "speed": [fill("{median_tokens_per_second:,.0f} tokens/s"), fill(", MFU {median_mfu:.1f} %"), medians],
         "communication": [
             fill("{median_exposed_ms:.1f} ms of a step exposed, {median_exposed_percent:.0f} %", medians),
             fill("; {comm/sent_mb_per_step:.1f} MB sent per step"),

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 from scripts import SETTINGS, run
 
-from benchmarks import gpu, storage
+from benchmarks import gpu
 from benchmarks.gpu import Part
 
 FAILS_ONCE = "import os, sys; os.path.exists('ran') and sys.exit(0); open('ran', 'w'); sys.exit('the first time')"
@@ -86,12 +86,6 @@ def test_the_archive_takes_the_smallest_files_first(call, monkeypatch):
     with open("results/cpu/summary.txt") as file:
         assert "prints" in file.read()
     assert os.path.getsize("out-bench/cpu.tar.gz") < 20_000
-
-
-def test_parameters_that_move_take_their_memory_and_free_it(capsys):
-    with pytest.raises(SystemExit) as end:
-        storage.main()
-    assert not end.value.code, capsys.readouterr().out
 
 
 def test_a_process_alone_shards_its_optimizer_and_writes_no_checkpoint(tmp_path):

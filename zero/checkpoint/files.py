@@ -27,15 +27,6 @@ def reading(path: str) -> Iterator[None]:
         ) from error
 
 
-def sync_folder(folder: str) -> None:
-    """Sync a folder, so that its file names are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextmanager
 def atomic_write(path: str) -> Iterator[str]:
     """Yield a temporary name to write to. If the block succeeds, the file replaces `path`; otherwise it is removed."""
@@ -43,7 +34,11 @@ def atomic_write(path: str) -> Iterator[str]:
     try:
         yield temporary
         os.replace(temporary, path)
-        sync_folder(os.path.dirname(path) or ".")
+        descriptor = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # so that the name is on the disk
+        finally:
+            os.close(descriptor)
     finally:
         if os.path.lexists(temporary):
             os.remove(temporary)

@@ -26,6 +26,7 @@ import math
 import os
 import re
 import runpy
+import symtable
 import sys
 import textwrap
 import tokenize
@@ -131,7 +132,9 @@ def configure(
             values, assigned = _read_file(argument, config, known)
             given |= {key: f" in {argument}" for key in values if key in assigned or values[key] != config[key]}
             config.update(values)
-    config |= {key: value for key, value in unless_given(config).items() if key not in given}
+    for key, value in unless_given(config).items():
+        if key not in given:
+            config[key], known[key] = value, known[key]._replace(default=value)
     for key, setting in known.items():
         _check_limits(key, config[key], setting, given.get(key, ""))
     for key, value in config.items():
@@ -235,14 +238,14 @@ def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> 
         raise ValueError(f"config file {path} does not exist; settings are given as --key=value")
     try:
         with tokenize.open(path) as file:
-            _check_statements((tree := ast.parse(file.read(), path)).body)
+            _check_statements(ast.parse(text := file.read(), path).body)
         names = runpy.run_path(path, init_globals=config)
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f" (line {lines[-1]})" if lines else ""  # the text of a SyntaxError has it
         raise ValueError(f"config file {path} cannot be run: {type(error).__name__}: {error}{where}") from error
     helpers = {key for key, value in names.items() if callable(value) or isinstance(value, types.ModuleType)} - known.keys()
-    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    assigned = {name.get_name() for name in symtable.symtable(text, path, "exec").get_symbols() if name.is_assigned()}
     values = {key: _checked(key, names[key], known, path) for key in names if not key.startswith("_") and key not in helpers}
     return values, assigned
 

@@ -43,6 +43,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from json import dump
 from operator import attrgetter, itemgetter
 from typing import Any, Literal
@@ -145,8 +146,8 @@ def description(planner: Planner) -> str:
     """Return what is planned, in a line."""
     settings = planner.settings
     return (
-        f"{planner.numel / 1e6:.1f}M parameters, {planner.dtype} on {planner.device_type}, --compile={settings['compile']}, "
-        f"{settings['batch_size']} x {planner.config.block_size} tokens per micro-step, "
+        f"{planner.numel / 1e6:.1f}M parameters, {settings['optimizer']}, {planner.dtype} on {planner.device_type}, "
+        f"--compile={settings['compile']}, {settings['batch_size']} x {planner.config.block_size} tokens per micro-step, "
         f"{settings['gradient_accumulation_steps']} micro-steps per iteration, all ranks together"
     )
 
@@ -267,16 +268,16 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
 def notes(rows: list[dict[str, Any]], planner: Planner) -> Iterator[str]:
     """Yield lines about one number of ranks: flags that take memory or change nothing, what checkpointing saves."""
     base, chosen = next((row for row in rows if row["mode"] == "sharded"), rows[0]), next(row for row in rows if row["chosen"])
-    size, parts = base["world_size"], [key for key, kind in COLUMNS.values() if kind == "bytes"]
+    size, parts = base["world_size"], list(COLUMNS.items())[2 : list(COLUMNS).index("peak")]
     for row in rows:
-        changes_one_flag = row["mode"] not in MODES or MODES[row["mode"]].flags.is_sharded
-        if changes_one_flag and not row["chosen"] and row["peak"] > 1.005 * base["peak"]:
-            most = max(parts[: parts.index("peak")], key=lambda part: row[part] - base[part])
-            more = f"{row['peak'] / base['peak'] - 1:.0%} more than {base['mode']}: most of it is {most}"
-            yield f"on {in_words(size).strip()}, {row['mode']} takes {more}"
-        if row["mode"] == "checkpointing" and 2 * row["peak"] < chosen["peak"]:
-            less = f"{1 - row['peak'] / chosen['peak']:.0%} less, for up to a third more computation"
-            yield f"on {in_words(size).strip()}, --activation_checkpointing=True takes {less}"
+        if row["peak"] > 1.005 * base["peak"] and (row["mode"] not in MODES or MODES[row["mode"]].flags.is_sharded):
+            more, most = max((row[key] - base[key], heading) for heading, (key, kind) in parts if kind == "bytes")
+            share = f"{row['peak'] / base['peak'] - 1:.0%} more than {base['mode']}"
+            yield f"on {in_words(size).strip()}, {row['mode']} takes {share}: {with_unit(more, 'bytes')} of {most}"
+    peak = planner.forecast(replace(planner.chosen(size), activation_checkpointing=True), size).peak
+    if 2 * peak < chosen["peak"]:
+        less = f"{1 - peak / chosen['peak']:.0%} less, for up to a third more computation"
+        yield f"on {in_words(size).strip()}, --activation_checkpointing=True takes {less}"
     if size == 1:
         yield "1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more"
         if idle := without_effect(Flags.of(planner.settings), 1):

@@ -39,6 +39,7 @@ from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 from zero.checkpoint import restore
 from zero.flags import Flags, Implementation, ParamDtype
+from zero.host_comm import LONG_TIMEOUT
 
 # -----------------------------------------------------------------------------
 # default settings: GPT-2 (124M) on OpenWebText
@@ -120,7 +121,7 @@ with exit_on_wrong_input():
 with exit_on_wrong_input():
     compare_settings(config, device_name, compute_dtype)
     check_combinations(config, world_size)
-    own_device = start(launch, device_name, backend)
+    own_device = start(launch, device_name, backend, LONG_TIMEOUT)
     if launch.local_rank == 0:
         prepare_if_missing(dataset)
 autocast = machine.autocast(own_device, compute_dtype)

@@ -223,13 +223,13 @@ def begun(documents: Iterator[str]) -> Iterator[str]:
     return itertools.chain([first], documents)
 
 
-def tokenized(documents: Iterator[str], encoding: "tiktoken.Encoding") -> Iterator[list[int]]:
+def tokenized(documents: Iterator[str], encoding: "tiktoken.Encoding", first: int = 1) -> Iterator[list[int]]:
     """Yield the tokens of each document. All cores tokenize some documents while the next ones are read.
 
     Raises:
-        DataError: as `encoded`, with the number of the document.
+        DataError: as `encoded`, with the number of the document, of which `first` is the first one.
     """
-    names = map("document {}".format, itertools.count(1))
+    names = map("document {}".format, itertools.count(first))
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(os.cpu_count()) as workers:
         ahead = reader.submit(lambda: list(itertools.islice(documents, _BATCH)))
         while batch := ahead.result():

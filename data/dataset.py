@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from data.shards import SPLITS, Shards, paths_of
-from data.vocabulary import DataError, bytes_of_tokens, load_meta, tokenizer_of
+from data.vocabulary import DataError, bytes_of_tokens, load_meta, texts_of, tokenizer_of
 
 DATA_DIR = os.path.dirname(os.path.abspath(__file__))
 EVALUATION_BATCH = 12  # sequences per `eval_iters`, for any batch_size and number of ranks; nanoGPT's default batch_size
@@ -187,18 +187,24 @@ def vocabulary_of(meta: dict[str, Any] | None) -> str:
 
 
 def check_tokenizer(folder: str, meta: dict[str, Any] | None, dataset: str) -> None:
-    """Check that tokens of GPT-2, as a dataset without `meta` has them, mean the same to the tokenizer in a folder.
+    """Check that the tokens of a dataset, with `meta` as its `Dataset.meta`, are those of the tokenizer in a folder, if any.
 
     Raises:
-        DataError: if they do not. Tokens that it has in addition do not matter.
+        DataError: if they are not. Tokens that only one of them has do not matter, nor those without texts.
     """
-    if meta is None and (tokenizer := tokenizer_of(folder)) is not None:
+    if (tokenizer := tokenizer_of(folder)) is None:
+        return
+    if meta is None:
         texts = {token: text for text, token in tokenizer.get_vocab().items() if token < 50257}
-        if vocabulary_of({"vocab_size": 50257, "itos": texts}) != "50257 tokens with checksum a024cacd":
-            raise DataError(
-                f"dataset {dataset} has GPT-2's tokens, but {folder} has a tokenizer of its own; write token files with it, "
-                "and a meta.pkl with its vocab_size"
-            )
+        is_same = vocabulary_of({"vocab_size": 50257, "itos": texts}) == "50257 tokens with checksum a024cacd"  # GPT-2's
+    else:
+        pairs = (
+            (token, text if isinstance(text, str) else text.decode(errors="replace")) for token, text in texts_of(meta).items()
+        )
+        is_same = all(token < len(tokenizer) and tokenizer.decode([token]) == text for token, text in pairs)
+    if not is_same:
+        remedy = "write token files with it, and a meta.pkl with vocab_size (the model's) and itos"
+        raise DataError(f"dataset {dataset} has other tokens than the tokenizer in {folder}; {remedy}")
 
 
 def names() -> list[str]:

@@ -25,7 +25,8 @@ MAGIC = (20240520, 20240801)  # of llm.c's files for GPT-2 and for Llama 3
 _DTYPES: dict[int, np.dtype] = {1: np.dtype(np.uint16), 7: np.dtype(np.uint32)}  # by version
 _OTHER_KINDS = b"\x93NUMPY", b"PK\3\4", b"PAR1", b"ARROW1", b"\x89HDF"  # beginnings of files of other programs
 _SAMPLE = 2**13  # words of 4 bytes at the beginning and in the middle of a file that are read to know its format
-_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # of all splits; more are closed again
+_LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+_OPEN_FILES = None if _LIMIT == resource.RLIM_INFINITY else _LIMIT // 2  # of all splits; more are closed again
 
 
 class _File(NamedTuple):
@@ -38,10 +39,15 @@ class _File(NamedTuple):
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return tokens `start`, ..., `stop - 1`. A memory map would end the process if the file became shorter.
 
-        Raises DataError if it did.
+        Raises DataError if it did, or cannot be read.
         """
-        size = (stop - start) * self.dtype.itemsize
-        content = os.pread(_opened(self).fileno(), size, self.offset + start * self.dtype.itemsize)
+        file, content = _opened(self), b""
+        begin, size = self.offset + start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize
+        try:
+            while piece := os.pread(file.fileno(), size - len(content), begin + len(content)):  # perhaps a part
+                content += piece
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error}; resume the run when it can be read again") from error
         if len(content) < size:
             raise DataError(f"{self.path} was cut off or rewritten while it was read; prepare it again, and resume the run")
         return np.frombuffer(content, self.dtype)

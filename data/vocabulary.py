@@ -122,7 +122,7 @@ def tokenizer_of(folder: str) -> Any:
     Raises:
         DataError: if it cannot be read.
     """
-    names = "tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model"
+    names = "tokenizer.json", "vocab.json", "tokenizer.model"
     if not folder or not any(os.path.exists(os.path.join(folder, name)) for name in names):
         return None
     try:
@@ -196,9 +196,8 @@ def _codec_of(tokenizer: Any, model_vocab_size: int) -> Codec:
             raise DataError(f"the text has token {max(tokens)}, the model {model_vocab_size} tokens; leave this token out")
         return tokens
 
-    return Codec(
-        encode, partial(tokenizer.decode, clean_up_tokenization_spaces=False), range(min(len(tokenizer), model_vocab_size))
-    )
+    tokens = sorted(token for token in {*tokenizer.get_vocab().values()} if token < model_vocab_size)
+    return Codec(encode, partial(tokenizer.decode, clean_up_tokenization_spaces=False), tokens)
 
 
 def texts_of(meta: dict[str, Any]) -> dict[int, str | bytes]:

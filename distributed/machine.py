@@ -156,12 +156,19 @@ def _cpuinfo() -> str:
 
 
 def divide_threads(local_world_size: int) -> None:
-    """Give each rank on this machine its share of the cores, unless the user has set OMP_NUM_THREADS. torchrun sets it to 1."""
-    by_torchrun = "1" if "TORCHELASTIC_RUN_ID" in os.environ else ""
-    if os.environ.get("OMP_NUM_THREADS", "") not in ("", by_torchrun):
-        return
+    """Give each rank on this machine its share of the cores, unless the user has set OMP_NUM_THREADS."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given and (given != "1" or "TORCHELASTIC_RUN_ID" not in os.environ or b"OMP_NUM_THREADS=1" in _variables_of_parent()):
+        return  # otherwise torchrun has set 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // local_world_size))
+
+
+def _variables_of_parent() -> list[bytes]:
+    """Return the environment that the parent of this process was started with, where Linux tells."""
+    with suppress(OSError), open(f"/proc/{os.getppid()}/environ", "rb") as file:
+        return file.read().split(b"\0")
+    return []
 
 
 def card(name: str) -> Card | None:

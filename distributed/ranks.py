@@ -3,6 +3,7 @@
 Without a process group, every function works for a single process.
 """
 
+import datetime
 import os
 import socket
 import threading
@@ -17,7 +18,7 @@ from tqdm import tqdm
 
 from distributed import machine
 from distributed.launch import Launch
-from zero.host_comm import LONG_TIMEOUT, broadcast_object, gather_objects, is_rank_0
+from zero.host_comm import broadcast_object, gather_objects, is_rank_0
 from zero.stopwatch import Stopwatch
 
 tqdm.set_lock(threading.RLock())  # only one process draws; the default is a lock between processes
@@ -25,12 +26,14 @@ tqdm.set_lock(threading.RLock())  # only one process draws; the default is a loc
 _WAITS = Stopwatch(of_collectives=True)
 
 
-def start(launch: Launch, device: str, backend: str = "auto") -> torch.device:
+def start(
+    launch: Launch, device: str, backend: str = "auto", timeout: datetime.timedelta = datetime.timedelta(minutes=10)
+) -> torch.device:
     """Choose the device of this rank and the backend of the process group. Needs to be called on all ranks, after `connect`.
 
     `device` is what `machine.resolve` returned. For 'cuda', a rank gets the GPU number `local_rank`, modulo the number of GPUs
     that it sees; on CPUs, its share of the cores. The backend 'auto' is NCCL if every rank has its own GPU, otherwise gloo.
-    Collectives time out after a day only: in training, the watchdog ends ranks that hang, but not ranks that were stopped.
+    `timeout`: of collectives. Training has a long one: the watchdog ends ranks that hang, but not ranks that were stopped.
 
     Raises ValueError if no backend, or not this one, supports the device.
     """
@@ -47,13 +50,13 @@ def start(launch: Launch, device: str, backend: str = "auto") -> torch.device:
     else:
         machine.divide_threads(launch.local_world_size)
     if backend == "gloo" or not is_on_gpu or (backend == "auto" and not _has_each_rank_a_gpu(device)):
-        (getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout)(LONG_TIMEOUT)  # its name before torch 2.14
+        (getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout)(timeout)  # its name before torch 2.14
         return torch.device(device)
     # hybrid sharding has three communicators in flight: NCCL (2.26) keeps their order, which excludes deadlocks
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     store = dist.PrefixStore("nccl", distributed_c10d._get_default_store())
     dist.destroy_process_group()
-    how: dict[str, Any] = {"store": store, "rank": launch.rank, "world_size": launch.world_size, "timeout": LONG_TIMEOUT}
+    how: dict[str, Any] = {"store": store, "rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
     dist.init_process_group("nccl", device_id=torch.device(device), **how)
     return torch.device(device)
 

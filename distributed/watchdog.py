@@ -73,8 +73,8 @@ class Watchdog:
 
     Needs to be created on all ranks, in the main thread. A thread posts the position of the main thread to the store of the
     process group every second. When the main thread has not moved for half of the timeout, it reads the posts of all ranks.
-    While a rank does something that may take long, for example a save, and before the first iteration, only a rank that shows
-    no sign of life ends the others. The exit code is 1. Without several ranks, this class does nothing.
+    While a rank does something that may take long, for example a save, or before the first iteration anything but a collective,
+    only a rank that shows no sign of life ends the others. The exit code is 1. Without several ranks, this class does nothing.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -92,24 +92,25 @@ class Watchdog:
         # by rank, while this one does not move: the last post, and when (in seconds) it was new
         self._posts: list[tuple[bytes, float]] = []
         self._store.set(self._keys[self._rank], json.dumps(self._own()))
-        dist.barrier()  # now every rank has posted
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        dist.barrier()  # now every rank has posted
 
     def _watch(self) -> None:
         torch.cuda.set_device(self._gpu)  # a thread begins with GPU 0, and takes memory there when it asks for an event
         while True:
             began = time.monotonic()
             time.sleep(beat_s := min(_BEAT_S, self._timeout_s / 10))
-            if time.monotonic() - began > beat_s + self._timeout_s / 2:  # this process was stopped, as by Ctrl-Z
-                position.move()
+            if (late_s := time.monotonic() - began - beat_s) > 1:  # this process was stopped, which does not count
+                position.moved_at += late_s
             if message := self._reason_to_end(self._own()):
                 print_error(message)
                 time.sleep(_GRACE_S)
                 os._exit(1)
 
     def _own(self) -> Post:
-        is_patient = position.is_patient or position.iteration < 0
-        return Post(time.monotonic() - position.moved_at, is_patient, str(position), self._collective())
+        collective = self._collective()
+        is_patient = position.is_patient or (position.iteration < 0 and not collective)
+        return Post(time.monotonic() - position.moved_at, is_patient, str(position), collective)
 
     def _reason_to_end(self, own: Post) -> str | None:
         """Return the reason to end this rank, or None: a rank is lost, or all ranks stand still. Posts where this one is."""

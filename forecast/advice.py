@@ -22,8 +22,8 @@ def cheapest(planner: Planner, world_size: int, allowed: Callable[[Choice], bool
     chosen = planner.chosen(world_size)
 
     def cost(choice: Choice) -> tuple[bool, tuple[float, ...]]:
-        rounded, allowed = ((weight_dtype(each.flags.param_dtype), each.flags.state_dtype) for each in (choice, chosen))
-        return rounded != allowed, planner.cost(choice, world_size)
+        its, ours = ((weight_dtype(each.flags.param_dtype), each.flags.state_dtype) for each in (choice, chosen))
+        return its != ours, planner.cost(choice, world_size)
 
     choices = sorted(filter(allowed, _by_price(planner, world_size)), key=cost)
     return next((choice for choice in choices if planner.fits(planner.forecast(choice, world_size))), None)

@@ -52,7 +52,7 @@ class Planner:
             raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
         if (found := card(settings["gpu"])) is None:
             remedy = "for another card, give the nearest one, and --gpu_memory_gb"
-            if several := re.fullmatch(r"(\d+) ?[x*] ?(.+)", settings["gpu"]):
+            if several := re.fullmatch(r"(\d+)(?: ?[x*] ?| )(.+)", settings["gpu"]):
                 remedy = f"use --world_size={several[1]} --gpu={several[2]}"
             raise ValueError(f"gpu={settings['gpu']} is not one of {', '.join(CARDS)}; {remedy}")
         self.card, on_gpu = found, self.device_type == "cuda"

@@ -77,7 +77,7 @@ def predicted(
     plan = flags.plan(specs, world_size)
     in_order = sorted(specs, key=attrgetter("matrices"))
     kinds = {spec._replace(group=spec.matrices, position=0): 0 for spec in in_order}  # those of a kind have as much state
-    kinds.update(zip(kinds, _kept(state_bytes, [*kinds], optimizer, sources=("zero/sharded_state.py",)), strict=True))
+    kinds.update(zip(kinds, _kept(state_bytes, [*kinds], optimizer, sources=("zero/**/*.py",)), strict=True))
     of_ranks = state_of_ranks(plan, [kinds[spec._replace(group=spec.matrices, position=0)] for spec in specs])
     rank = of_ranks.index(max(of_ranks)) if rank is None else rank
     others |= {"on_cpu": on_cpu, "uneven": max(of_ranks) * len(of_ranks) / max(1, sum(of_ranks))}

@@ -172,7 +172,7 @@ class Run:
         """End this rank, and so all, with one line if a token file has become unreadable. Other ranks may be elsewhere."""
         try:
             yield
-        except (DataError, OSError) as error:
+        except DataError as error:
             print_error(str(error), is_root_cause=True)
             self.log.finish("failed", f"ended before iteration {self.state.iter_num:,}: {error}")
             os._exit(2)

@@ -114,6 +114,7 @@ def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> di
         with suppress(KeyError, TypeError, AttributeError):  # damaged
             kept = [part for part in before[name] if part["from_iter"] < at and part.keys() >= {*now, *more}]
         is_same = kept and {key: kept[-1].get(key) for key in now} == now
+        more = more if kept else dict.fromkeys(more, 0)  # all that is known to have been before
         return kept if is_same else [*kept, {"from_iter": at, **now, **more}]
 
     starts = [] if resume_at is None else [0]

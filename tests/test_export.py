@@ -16,7 +16,7 @@ from conftest import shared_data, write_meta
 from scripts import ROOT, check_mistakes, run, torch_load, train
 
 from data.dataset import check_tokenizer, vocabulary_of
-from data.vocabulary import gpt2_encoding, load_codec, load_meta
+from data.vocabulary import DataError, gpt2_encoding, load_codec, load_meta, tokenizer_of
 from model import GPT, GPTConfig
 from run.checkpoint_folder import find
 from zero import checkpoint as ckpt
@@ -153,7 +153,7 @@ def test_gpt2s_vocabulary(tmp_path, monkeypatch):
     tokenizer.save_pretrained(folder)
     check_tokenizer(str(folder), None, "openwebtext")
     codec = load_codec(None, 50304, str(folder))
-    assert (codec.encode(GPT2S_TEXT), codec.decode(tokens), codec.tokens) == (tokens, GPT2S_TEXT, range(50258))
+    assert (codec.encode(GPT2S_TEXT), codec.decode(tokens), codec.tokens) == (tokens, GPT2S_TEXT, list(range(50258)))
 
 
 def test_a_gpt2_with_a_tokenizer_of_its_own(tmp_path):
@@ -177,12 +177,19 @@ def test_a_gpt2_with_a_tokenizer_of_its_own(tmp_path):
     assert "error: the tokenizer has no tokens for this text" in refusal("sample.py", *sampling, "--start=to be")
     np.arange(2000, dtype=np.uint16).tofile(tmp_path / "train.bin")
     shutil.copy(tmp_path / "train.bin", tmp_path / "val.bin")
-    differs = f"error: dataset {tmp_path} has GPT-2's tokens, but {folder} has a tokenizer of its own"
+    differs = f"error: dataset {tmp_path} has other tokens than the tokenizer in {folder}; "
     flags = f"--init_from={folder}", f"--dataset={tmp_path}", "--device=cpu"
     assert differs in refusal("evaluate.py", *flags, ranks=2)
     assert differs in refusal("train.py", *flags, "--block_size=8", f"--out_dir={tmp_path / 'out'}")
+    write_meta(tmp_path, [f"w{token}" for token in range(9)])
+    check_tokenizer(str(folder), load_meta(str(tmp_path)), str(tmp_path))
+    write_meta(tmp_path, "ab")
+    with pytest.raises(DataError, match="has other tokens than the tokenizer in"):
+        check_tokenizer(str(folder), load_meta(str(tmp_path)), str(tmp_path))
     (folder / "tokenizer.json").write_text("{}")
     assert f"error: cannot read the tokenizer in {folder} (" in refusal("sample.py", *sampling)
+    (folder / "tokenizer.json").unlink()
+    assert tokenizer_of(str(folder)) is None, "its settings alone are no tokenizer"
 
 
 def test_padding_is_not_generated(exported):

@@ -213,21 +213,17 @@ def test_the_plan_of_a_gpu_counts_as_compiled_and_names_the_rows_that_take_more(
         (tmp_path / "other.py").write_text("n_layer = 2\n")
         printed = plan(*arguments, *SIZES, "--world_size=2", "--max_iters=7")
         assert f", --compile={compiled}, " in printed
-    assert re.search(r" tokens/s and [\d.e-]+ min for 7 iterations, 0.00134 M tokens, on H100 at 33 % MFU$", printed, re.M)
+    assert re.search(r" tokens/s and [\d.e-]+ s for 7 iterations, 1,344 tokens, on H100 at 33 % MFU$", printed, re.M)
+    one = planner(replace(CONFIG, n_layer=24), batch_size=64)
     rows = {
-        mode: row(2, **changes) | {"mode": mode, "chosen": " *" * (mode == "sharded")}
-        for mode, changes in {
-            "adamw": {"use_zero1": False},
-            "sharded": {},
-            "int8": {"state_dtype": "int8"},
-            "checkpointing": {"activation_checkpointing": True, "batch_size": 1},
-        }.items()
+        mode: one.figures(mode, choice, 2) for choice, mode in one.choices(2).items() if mode in ("adamw", "sharded", "int8")
     }
-    rows["int8"] |= {"peak": 2 * rows["sharded"]["peak"], "buckets": 10**9}
-    rows["checkpointing"] |= {"peak": rows["sharded"]["peak"] // 4}
-    assert list(plan_script.notes(list(rows.values()), planner())) == [
-        "on 2 ranks, int8 takes 100% more than sharded: most of it is buckets",
-        "on 2 ranks, --activation_checkpointing=True takes 75% less, for up to a third more computation",
+    rows["int8"] |= {"peak": 2 * rows["sharded"]["peak"], "buckets": 10**9 + rows["sharded"]["buckets"]}
+    checkpointing = one.forecast(replace(one.chosen(2), activation_checkpointing=True), 2).peak
+    assert list(plan_script.notes(list(rows.values()), one)) == [
+        "on 2 ranks, int8 takes 100% more than sharded: 1.00 GB of buckets",
+        f"on 2 ranks, --activation_checkpointing=True takes {1 - checkpointing / rows['sharded']['peak']:.0%} less, "
+        "for up to a third more computation",
         "with one micro-step on each of 2 ranks, shard_gradients changes nothing",
     ]
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -210,6 +210,11 @@ def check_wrapping(module: nn.Module, is_wrapped: bool, wrappers: tuple[type[nn.
             raise ValueError(f"{type(unit).__name__} in overlap has no forward, or is no module of the model; {remedy}")
     if units and any(isinstance(part, torch.jit.ScriptModule) for part in parts):
         raise ValueError("a ScriptModule runs no hooks of its parts, which overlap needs; wrap the module it was made from")
+
+
+def refuse_join(*_: Any, **__: Any) -> NoReturn:
+    """Stand for `join` of DistributedDataParallel and `join_hook` of a Joinable."""
+    raise RuntimeError("ranks with fewer inputs cannot join; give all ranks as many, or use DistributedDataParallel with AdamW")
 
 
 def check_all_managed(module: nn.Module, managed: Collection[nn.Parameter], error: type[Exception] = ValueError) -> None:

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.autocast import check_runs_under
-from zero.checks import KNOWN, check_all_managed, check_values, check_wrapping
+from zero.checks import KNOWN, check_all_managed, check_values, check_wrapping, refuse_join
 from zero.host_comm import MESSAGE_BYTES, check_same_on_all_ranks, extremes, on_all_ranks
 from zero.optimizer import ShardedOptimizer
 from zero.reducer import Reducer, check_not_wrapped
@@ -184,10 +184,7 @@ class ShardedDataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    def join(self, *_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            "ranks with fewer inputs cannot join; give all ranks as many, or use DistributedDataParallel with AdamW"
-        )
+    join = join_hook = refuse_join
 
     @torch.no_grad()
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

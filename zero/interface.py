@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from zero.checkpoint.state import CheckpointError, consolidate, named, restore
+from zero.checks import refuse_join
 from zero.collectives import Communicator
 from zero.host_comm import broadcast_object, check_same_on_all_ranks, meet, on_all_ranks, on_any_rank
 from zero.sharded_state import DividedOptimizer, first_state, hyperparameters, parameters
@@ -164,6 +165,8 @@ class DividedState(DividedOptimizer):
         if is_named and not state_dict["state"] and self._zeros():
             asked = "torch.distributed.checkpoint has found none in this optimizer"
             raise CheckpointError(f"this state dict has no state: {asked}; call allocate_state() on all ranks before it loads")
+
+    join_hook = refuse_join
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         remedy = "call consolidate_state_dict() on all ranks and save its state_dict()"

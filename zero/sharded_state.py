@@ -2,8 +2,9 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ def taken_over(optimizer: torch.optim.Optimizer, kwargs: dict[str, Any]) -> tupl
 
 
 def first_state(
-    make: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], dtypes: Iterable[torch.dtype] = ()
+    make: partial[torch.optim.Optimizer], groups: list[dict[str, Any]], dtypes: Iterable[torch.dtype] = ()
 ) -> dict[int, dict[str, Any]]:
     """Return the state of an optimizer after a step on the meta device, where tensors have sizes but no memory, by number.
 
@@ -132,7 +133,8 @@ def first_state(
     of_params, copies = iter(dtypes), list[dict[str, Any]]()
     for group in groups:
         params = [torch.empty_like(param, dtype=next(of_params, param.dtype), device="meta") for param in group["params"]]
-        copies.append({**group, "fused": False, "capturable": False, "params": list(map(torch.nn.Parameter, params))})
+        slow = dict.fromkeys({"fused", "capturable"} & {*group, *make.keywords}, False)  # which need a GPU
+        copies.append({**group, **slow, "params": list(map(torch.nn.Parameter, params))})
         for param, like in zip(copies[-1]["params"], group["params"], strict=True):
             param.grad = torch.empty_like(param) if like.requires_grad else None
     optimizer = make(copies)

@@ -60,14 +60,16 @@ def hub_texts(skip: int) -> Iterator[str]:
     yield from parquet_documents(paths, hub, skip)
 
 
-def write(documents: Iterator[str], encoding: tiktoken.Encoding, number: int, last: np.ndarray, limit: int | None) -> None:
-    """Write documents to the shards `number`, `number` + 1, ..., up to `limit` tokens in all shards.
+def write(
+    documents: Iterator[str], encoding: tiktoken.Encoding, skip: int, number: int, last: np.ndarray, limit: int | None
+) -> None:
+    """Write documents, of which `skip` come before, to the shards `number`, `number` + 1, ..., up to `limit` tokens in all.
 
     Raises:
         DataError: if the first document does not begin with `last`, which the shards before have of it.
     """
     shard, filled = np.empty(SHARD, np.uint16), 0
-    stream = (np.array([encoding.eot_token, *tokens], np.uint16) for tokens in tokenized(documents, encoding))
+    stream = (np.array([encoding.eot_token, *tokens], np.uint16) for tokens in tokenized(documents, encoding, skip + 1))
     if number:
         first = next(stream, last[:0])
         if not np.array_equal(first[: len(last)], last):
@@ -111,7 +113,7 @@ if __name__ == "__main__":
                 documents = itertools.islice(begun(local_documents(arguments.input)), skip, None)
             else:
                 documents = begun(from_hub(NAME, hub_texts(skip)))
-            write(documents, encoding, len(shards), last, limit)
+            write(documents, encoding, skip, len(shards), last, limit)
     for split in SPLITS:
         if paths := paths_of(DIRECTORY, split):
             print(f"{split}: {len(Shards(paths, VOCAB_SIZE)):,} tokens")

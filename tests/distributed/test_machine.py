@@ -64,7 +64,10 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet_and_that_of_a_cpu_is_measur
 def test_ranks_share_the_cores_unless_the_user_has_said_how_many(monkeypatch):
     before = torch.get_num_threads()
     try:
-        for by_torchrun, given, threads in ((True, "1", 2), (True, "3", before), (False, "1", before), (False, "", 2)):
+        of_user = lambda: [b"OMP_NUM_THREADS=1"]  # noqa: E731
+        cases = (True, "1", 2, list), (True, "1", before, of_user), (True, "3", before, list), (False, "1", before, list)
+        for by_torchrun, given, threads, variables_of_parent in (*cases, (False, "", 2, list)):
+            monkeypatch.setattr(machine, "_variables_of_parent", variables_of_parent)
             torch.set_num_threads(before)
             monkeypatch.setenv("OMP_NUM_THREADS", given)
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7") if by_torchrun else monkeypatch.delenv("TORCHELASTIC_RUN_ID", False)

@@ -101,7 +101,7 @@ def backends(gpus):
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "set_device", lambda device: None)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-        device = start(Launch(True, rank, rank, 2, 2), "cuda")
+        device = start(Launch(True, rank, rank, 2, 2), "cuda", timeout=LONG_TIMEOUT)
     return begun, str(device), gather_objects(rank), dist.get_backend(cpu_group(None)), timeout_of(None).total_seconds()
 
 

@@ -141,7 +141,7 @@ def test_plan_says_what_to_do(data):
         re.M,
     )
     assert re.search(
-        r"; about [\d,]+k tokens/s and [\d.]+ min for 600,000 iterations, [\d.,]+ [MB] tokens, on A100 at 33 % MFU$",
+        r"; about [\d,]+k tokens/s and [\d.]+ \w+ for 600,000 iterations, [\d.,]+ [MB] tokens, on A100 at 33 % MFU$",
         lines,
         re.M,
     )

@@ -102,6 +102,9 @@ def test_run_json_lists_what_a_resumed_run_has_changed(tmp_path):
     assert parts(30, "torch", 4) == [(0, "sharded", 2), (20, "torch", 2), (30, "torch", 4)]
     assert parts(20, "adamw") == [(0, "sharded", 2), (20, "adamw", 2)], "from an older checkpoint"
     assert parts(None, "adamw") == [(0, "adamw", 2)]
+    (tmp_path / "run.json").write_text('{"parts": []}')  # of an earlier version
+    Logger(str(tmp_path), 30, CONFIG | {"dataset": "a", "train_tokens": 7, "from_tokens": 480})
+    assert json.loads((tmp_path / "run.json").read_text())["data"][0]["from_tokens"] == 0
     for damaged in ("damaged", '{"parts": ["a"]}', '{"parts": 7}', '{"parts": [{"from_iter": 0}]}', "[" * 100_000):
         (tmp_path / "run.json").write_text(damaged)
         assert parts(30, "adamw") == [(30, "adamw", 2)]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from nets import backward, net, wrap
 from ranks import run_in_turn
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, SparseAdam
 
@@ -294,7 +295,7 @@ CONSTRUCTION = {  # ValueError
     ],
 }
 USE = {  # RuntimeError
-    "ranks with fewer inputs cannot join": [at_once(lambda: wrap(net())[0].join())],
+    "ranks with fewer inputs cannot join": [at_once(lambda: wrap(net())[0].join()), at_once(lambda: Join([wrap(net())[1]]))],
     "if the model was moved or cast, build ShardedOptimizer after that": [a_model_with_gradients_is_moved],
     # -- what happens before a step
     "gradients set by hand are not sent": [a_gradient_by_hand],

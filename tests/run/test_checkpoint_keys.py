@@ -18,12 +18,9 @@ def gpt_checkpoint(**sizes):
     optimizer = torch.optim.AdamW(model.param_groups(0.1))
     model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))[1].backward()
     optimizer.step()
-    return copy.deepcopy(
-        {
-            **{"model": model.state_dict(), "optimizer": optimizer.state_dict(), "model_args": vars(model.config)},
-            **{"iter_num": 1, "best_val_loss": 2.0, "config": {}, "scaler": {}, "data_position": 3, "wandb_run_id": None},
-        }
-    )
+    values = {"iter_num": 1, "best_val_loss": 2.0, "config": {}, "scaler": {}, "data_position": 3, "wandb_run_id": None}
+    held = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "model_args": vars(model.config)}
+    return copy.deepcopy(held | values)
 
 
 def resume(folder):

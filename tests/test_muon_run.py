@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from scripts import SETTINGS, events_of, run, torch_load, train
+from scripts import events_of, run, torch_load, train, training
 from toy import assert_equal
 
 MUON = ["--optimizer=muon", "--dropout=0.0", "--grad_clip=0.0", "--max_iters=11"]
@@ -56,8 +56,8 @@ def test_a_run_goes_on_on_other_ranks_and_logs_what_it_sends(data, tmp_path, of_
     assert "note: a resumed run uses the checkpoint's values: muon_momentum=0.95 (not 0.9)" in printed
     assert max(abs(losses[i] - of_ddp[0][i]) for i in losses) < 1e-3  # bfloat16 Newton-Schulz of other roundings
     assert min(sent) > 0
-    refused = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--init_from=resume")
-    assert "the checkpoint is of optimizer=muon; use --optimizer=muon, or another" in refused.refusal()
+    refused = run(*training(tmp_path, data, "--init_from=resume"))
+    refused.refusal("the checkpoint is of optimizer=muon; use --optimizer=muon, or another")
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from scripts import SETTINGS, run, torch_load, train
+from scripts import run, torch_load, train, training
 from toy import assert_equal
 
 
@@ -25,19 +25,17 @@ def test_an_evaluation_depends_neither_on_the_ranks_nor_on_the_batch_size(data, 
     assert runs["one"].losses
     printed = []
     for ranks, batch_size in ((0, 2), (3, 5)):
-        flags = [f"--dataset={data}", f"--out_dir={runs.folder / 'one'}", "--init_from=resume", "--eval_only=True"]
-        process = run("train.py", *SETTINGS, *flags, f"--batch_size={batch_size}", ranks=ranks).succeeded()
-        (losses,) = re.findall(r"^step \d+: train loss (\S+), val loss (\S+)", process.stdout, re.M)
+        line = training(runs.folder / "one", data, "--init_from=resume", "--eval_only=True", f"--batch_size={batch_size}")
+        printed_by_it = run(*line, ranks=ranks).succeeded().stdout
+        (losses,) = re.findall(r"^step \d+: train loss (\S+), val loss (\S+)", printed_by_it, re.M)
         printed.append([float(loss) for loss in losses])
     assert printed[1] == pytest.approx(printed[0], abs=1.1e-4)
 
 
 def test_two_ranks_give_the_same_weights_bit_for_bit(runs):
     """Without clipping, because a norm that is added up shard by shard is rounded in another way."""
-    reference = runs["adamw unclipped"].checkpoint
-    assert not torch.equal(reference["model"]["lm_head.weight"], runs["adamw"].checkpoint["model"]["lm_head.weight"]), (
-        "it must clip"
-    )
+    reference, clipped = (runs[name].checkpoint for name in ("adamw unclipped", "adamw"))
+    assert not torch.equal(reference["model"]["lm_head.weight"], clipped["model"]["lm_head.weight"]), "it must clip"
     for name in ("torch unclipped", "sharded unclipped", "hybrid unclipped"):
         assert_equal(runs[name].checkpoint["model"], reference["model"], name)
         assert_equal(runs[name].checkpoint["optimizer"]["state"], reference["optimizer"]["state"], name)

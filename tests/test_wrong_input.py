@@ -7,7 +7,7 @@ from functools import partial
 import faults
 import numpy as np
 import pytest
-from scripts import ROOT, SETTINGS, check_mistakes, run, run_for_real
+from scripts import ROOT, check_mistakes, run, run_for_real, training
 
 MISTAKES = {
     "--use_zero=True": "did you mean 'use_zero1'?",
@@ -39,8 +39,7 @@ MORE_MISTAKES = {  # one process finds them in the same way
 
 @pytest.mark.parametrize("argument", MISTAKES)
 def test_mistakes_end_at_once_on_all_ranks(data, tmp_path, argument):
-    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", argument, ranks=2)
-    assert MISTAKES[argument] in process.refusal()
+    run(*training(tmp_path, data, argument), ranks=2).refusal(MISTAKES[argument])
 
 
 def test_torchrun_reports_the_line_of_one_rank(tmp_path):
@@ -48,7 +47,7 @@ def test_torchrun_reports_the_line_of_one_rank(tmp_path):
         tokens = np.zeros(2000, dtype=np.uint16)
         tokens[-1] = 60000  # which the last rank reads
         tokens.tofile(tmp_path / f"{split}.bin")
-    process = run_for_real("train.py", *SETTINGS, f"--dataset={tmp_path}", f"--out_dir={tmp_path / 'out'}", ranks=2)
+    process = run_for_real(*training(tmp_path / "out", tmp_path), ranks=2)
     assert process.returncodes == [2, 2], process.stderr
     (error,) = (line for line in process.stderr.splitlines() if line.startswith("error: "))
     assert "holds token 60000, but the model's vocabulary has 50304" in error
@@ -59,7 +58,7 @@ def test_torchrun_reports_the_line_of_one_rank(tmp_path):
 @pytest.mark.parametrize(
     ("script", "message", "fault"),
     [
-        ("train.py", "n_layer=.x. in --n_layer=x", (faults.add_arguments, "--n_layer=x")),
+        ("train.py", "n_layer='x' in --n_layer=x", (faults.add_arguments, "--n_layer=x")),
         ("train.py", "device=cuda:99 is not available", (faults.add_arguments, "--device=cuda:99")),
         ("bench.py", "device=cuda:99 is not available", (faults.add_arguments, "--device=cuda:99")),
         ("train.py", "sample_interval=2 cannot write samples", (faults.no_vocabulary,)),
@@ -67,22 +66,21 @@ def test_torchrun_reports_the_line_of_one_rank(tmp_path):
 )
 def test_a_mistake_of_one_rank_is_told_once(data, tmp_path, script, message, fault):
     """By rank 0 alone, because all are on one host, while the others are on their way to the next collective."""
-    settings = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--sample_interval=2"]
-    settings = settings if script == "train.py" else ["--device=cpu", "--name="]
-    process = run(script, *settings, ranks=3, before=partial(faults.on_last_rank, *fault), timeout=60)
-    assert re.match(f"error: {message}", process.refusal())
+    train = training(tmp_path / "out", data, "--sample_interval=2")
+    line = train if script == "train.py" else [script, "--device=cpu", "--name="]
+    run(*line, ranks=3, before=partial(faults.on_last_rank, *fault), timeout=60).refusal(f"error: {message}")
 
 
 def test_a_parameter_without_a_gradient(data, tmp_path):
     """DistributedDataParallel refuses it. ShardedDataParallel needs none."""
-    flags = *SETTINGS, "--max_iters=3", f"--dataset={data}", f"--out_dir={tmp_path}"
-    own = run("train.py", *flags, "--use_zero1=False", ranks=2, before=faults.a_parameter_that_no_forward_uses)
-    assert (
-        "unused.weight has none (2 in all); freeze it with requires_grad_(False), or use --use_zero1=True --zero1_impl=sharded"
-    ) in own.refusal()
-    run("train.py", *flags, ranks=2, before=faults.a_parameter_that_no_forward_uses).succeeded()
+    line = training(tmp_path, data, "--max_iters=3")
+    how = {"ranks": 2, "before": faults.a_parameter_that_no_forward_uses}
+    remedy = "freeze it with requires_grad_(False), or use --use_zero1=True --zero1_impl=sharded"
+    run(*line, "--use_zero1=False", **how).refusal(f"unused.weight has none (2 in all); {remedy}")
+    run(*line, **how).succeeded()
 
 
 def test_mistakes_of_one_process_have_exit_code_2(data, tmp_path):
-    check_mistakes("train.py", [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"], MORE_MISTAKES)
+    script, *settings = training(tmp_path, data)
+    check_mistakes(script, settings, MORE_MISTAKES)
     assert not os.listdir(tmp_path)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from scripts import FEW, SETTINGS, Forked, run, torch_load, train
+from scripts import FEW, Forked, run, torch_load, train, training
 from toy import assert_equal
 
 from data import common
@@ -221,14 +221,10 @@ def test_two_ranks_that_are_stopped_and_resumed_train_as_if_nothing_had_happened
 def test_a_file_that_is_rewritten_in_place_ends_a_run_with_one_line(data, tmp_path):
     """Where it was mapped into memory, the process ended by SIGBUS, without a word."""
     folder, out = shutil.copytree(data, tmp_path / "own"), tmp_path / "out"
-    flags = FEW, f"--dataset={folder}", f"--out_dir={out}", "--max_iters=100000", "--eval_interval=4"
-    with Forked("train.py", *SETTINGS, *flags) as started:
+    with Forked(*training(out, folder, FEW, "--max_iters=100000", "--eval_interval=4")) as started:
         started.wait_for("iter 8:")
         os.truncate(folder / "train.bin", 1000)
-        finished = started.finish()
-    assert finished.returncodes == [2]
-    assert finished.stderr.strip() == f"error: {folder}/train.bin was cut off or rewritten while it was read; " + (
-        "prepare it again, and resume the run"
-    )
+        why, remedy = "was cut off or rewritten while it was read", "prepare it again, and resume the run"
+        assert started.finish().refusal() == f"error: {folder}/train.bin {why}; {remedy}"
     assert json.loads((out / "run.json").read_text())["state"] == "failed"
     assert torch_load(out)["iter_num"] >= 8

@@ -4,7 +4,7 @@ import os
 import subprocess
 
 import pytest
-from scripts import FEW, SETTINGS, command, events_of, torch_load, train
+from scripts import FEW, command, events_of, torch_load, train, training
 
 
 def start(script, *arguments, stdout, ranks=0, **variables):
@@ -28,7 +28,7 @@ def full_disk():
 @pytest.mark.parametrize("lost", [closed_pipe, full_disk])
 def test_a_run_whose_log_cannot_be_written_goes_on(data, tmp_path, lost):
     with lost() as stdout:
-        run = start("train.py", *SETTINGS, FEW, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=8", stdout=stdout)
+        run = start(*training(tmp_path, data, FEW, "--max_iters=8"), stdout=stdout)
         errors = run.communicate(timeout=240)[1]
     assert run.returncode == 0, errors
     assert errors.count("<stdout> cannot be written: ") == 1

@@ -13,7 +13,7 @@ from functools import partial
 import faults
 import pytest
 import torch
-from scripts import FEW, ROOT, SETTINGS, Forked, events_of, run, torch_load, train
+from scripts import FEW, ROOT, SETTINGS, Forked, events_of, run, torch_load, train, training
 
 LONG = ["--max_iters=100000", "--eval_interval=100000", "--dist_timeout_s=2"]
 
@@ -22,16 +22,14 @@ def test_auto_starts_from_scratch_and_then_resumes(data, tmp_path):
     flags = FEW, "--init_from=auto", "--eval_interval=3"
     _, _, first = train(tmp_path, data, *flags, "--max_iters=4")
     losses, _, second = train(tmp_path, data, *flags, "--max_iters=7", ranks=2)
-    assert "from scratch" in first
-    assert "Resuming" not in first
-    assert "Resuming" in second
+    for begun in ("from scratch", "Resuming"):
+        assert (begun in first, begun in second) == (begun == "from scratch", begun == "Resuming")
     assert sorted(losses) == list(range(8))
-    for name in ("ckpt.pt", "ckpt_prev.pt"):
+    names, metrics = ("ckpt.pt", "ckpt_prev.pt"), (tmp_path / "metrics.jsonl").read_bytes()
+    for name in names:
         (tmp_path / name).write_bytes(b"damaged")
-    metrics = (tmp_path / "metrics.jsonl").read_bytes()
-    refused = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *flags, ranks=2)
-    for name in ("ckpt.pt", "ckpt_prev.pt"):
-        assert f"{name} is damaged, or not a checkpoint" in refused.refusal(), "never silently from scratch"
+    refused = run(*training(tmp_path, data, *flags), ranks=2)  # never silently from scratch
+    refused.refusal(*(f"{name} is damaged, or not a checkpoint" for name in names))
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 
 
@@ -40,13 +38,12 @@ def test_hosts_with_folders_of_their_own_cannot_resume(data, tmp_path):
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "ckpt.pt").write_bytes(b"of the host that was rank 0")
     own = {rank: [f"--out_dir={tmp_path}/{rank}", f"--wandb_run_name={rank}"] for rank in range(2)}  # hosts may differ in these
-    own_folder = partial(faults.add_arguments_by_rank, own)
-    flags = [*SETTINGS, FEW, f"--dataset={data}"]
-    refused = run("train.py", *flags, "--init_from=auto", ranks=2, before=own_folder)
-    assert "rank 1 has a checkpoint in out_dir, but rank 0 has none; use an out_dir that all" in refused.refusal()
+    how = {"ranks": 2, "before": partial(faults.add_arguments_by_rank, own)}
+    refused = run(*training("of a rank", data, FEW, "--init_from=auto"), **how)
+    refused.refusal("rank 1 has a checkpoint in out_dir, but rank 0 has none; use an out_dir that all")
     train(tmp_path / "0", data, FEW, "--max_iters=1", ranks=1)
-    refused = run("train.py", *flags, "--init_from=resume", ranks=2, before=own_folder)
-    assert f"rank 1 does not see the checkpoint of rank 0: {tmp_path}/1/ckpt.pt" in refused.refusal()
+    refused = run(*training("of a rank", data, FEW, "--init_from=resume"), **how)
+    refused.refusal(f"rank 1 does not see the checkpoint of rank 0: {tmp_path}/1/ckpt.pt")
     assert os.listdir(tmp_path / "1") == ["ckpt.pt"]
 
 
@@ -59,7 +56,7 @@ def ended(run, ranks):
 
 
 def test_the_ranks_that_wait_for_a_stopped_rank_end_and_name_it(data, tmp_path):
-    with Forked("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *LONG, ranks=3) as run:
+    with Forked(*training(tmp_path, data, *LONG), ranks=3) as run:
         run.wait_for("iter 8:")
         os.kill(run.pids[1], signal.SIGSTOP)
         errors = ended(run, (0, 2))
@@ -70,21 +67,18 @@ def test_the_ranks_that_wait_for_a_stopped_rank_end_and_name_it(data, tmp_path):
 
 def test_ranks_that_were_all_stopped_go_on(data, tmp_path):
     """By Ctrl-Z and fg, for longer than the time limit; that of gloo would end what waits."""
-    with Forked("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *LONG, ranks=2) as run:
+    with Forked(*training(tmp_path, data, *LONG), ranks=2) as run:
         run.wait_for("iter 8:")
         for number, seconds in ((signal.SIGSTOP, 5), (signal.SIGCONT, 3)):
             for pid in run.pids:
                 os.kill(pid, number)
             time.sleep(seconds)
         os.kill(run.pids[0], signal.SIGTERM)
-        finished = run.finish()
-    assert finished.returncodes == [0, 0], finished.stderr
-    assert "stopped by a signal before" in finished.stdout
+        run.finish().succeeded("stopped by a signal before")
 
 
 def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_place(data, tmp_path):
-    arguments = *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *LONG
-    with Forked("train.py", *arguments, ranks=2, before=partial(faults.rank_1_stops_at_a_batch, 20)) as run:
+    with Forked(*training(tmp_path, data, *LONG), ranks=2, before=partial(faults.rank_1_stops_at_a_batch, 20)) as run:
         errors = ended(run, (0, 1))
     assert re.search(r"error: rank 0 has waited \d+ s for the \S+ at .*; rank 1 is at iteration \d+, data\n", errors), errors
     assert re.search(r"error: rank 1 has been at iteration \d+, data for \d+ s; rank 0 waits for the ", errors), errors
@@ -100,8 +94,8 @@ def test_a_slow_disk_ends_nothing(data, tmp_path):
 
 
 def test_a_rank_that_has_stopped_during_a_save_is_noticed(data, tmp_path):
-    arguments = *SETTINGS, FEW, f"--dataset={data}", f"--out_dir={tmp_path}", "--eval_interval=4", "--dist_timeout_s=2"
-    with Forked("train.py", *arguments, ranks=2, before=partial(saves_take, 1000)) as run:
+    line = training(tmp_path, data, FEW, "--eval_interval=4", "--dist_timeout_s=2")
+    with Forked(*line, ranks=2, before=partial(saves_take, 1000)) as run:
         run.wait_for("saving checkpoint")
         os.kill(run.pids[1], signal.SIGSTOP)
         errors = ended(run, (0,))

@@ -10,7 +10,7 @@ import faults
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
-from scripts import ROOT, SETTINGS, run
+from scripts import ROOT, run, training
 
 from configurator import TRAIN, configure, settings_of
 from model import GPT, GPTConfig
@@ -31,10 +31,8 @@ REFUSED = {  # more arguments of the last rank, and the line that is printed; DA
 def test_a_rank_that_differs_is_named_on_all_ranks(data, other, tmp_path, name):
     arguments, message = REFUSED[name]
     before = partial(faults.on_last_rank, faults.add_arguments, *(text.replace("DATA", str(other)) for text in arguments))
-    out = tmp_path / "out"
-    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", ranks=3, before=before)
-    assert process.refusal().startswith(f"error: {message}")
-    assert not out.exists()
+    run(*training(tmp_path / "out", data), ranks=3, before=before).refusal(f"error: {message}")
+    assert not (tmp_path / "out").exists()
 
 
 def differing():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn
-from scripts import FEW, SETTINGS, run, train
+from scripts import FEW, run, train, training
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from toy import MODES, assert_equal, batch, build_toy, make_toy, weights
 
@@ -195,32 +195,25 @@ MORE = pytest.mark.slow("more learning rates and modes", seconds=3)
     ("learning_rate", "ranks", "flags"), [*DIVERGING[:2], *(pytest.param(*case, marks=MORE) for case in DIVERGING[2:])]
 )
 def test_a_run_that_diverges_keeps_its_checkpoint(data, tmp_path, learning_rate, ranks, flags):
-    flags = [f"--dataset={data}", f"--out_dir={tmp_path}", FEW, *flags]
     schedule = ["--warmup_iters=8", "--lr_decay_iters=7", f"--min_lr={learning_rate}", "--max_iters=1000"]
-    process = run("train.py", *SETTINGS, *schedule, *flags, ranks=ranks, before=faults.every_combination_goes)
-    assert process.returncode == 1, process.stdout + process.stderr
-    assert set(process.returncodes) == {1}, process.stderr
-    [message] = [line for line in process.stderr.splitlines() if line.startswith("the run ends at iteration ")]
-    assert re.search(r"not finite since iteration \d+: .*(loss of rank \d|gradient norm) is ", message)
-    assert "lower --learning_rate" in message
+    line = training(tmp_path, data, FEW, *schedule, *flags)
+    said = run(*line, ranks=ranks, before=faults.every_combination_goes).failed("--init_from=resume goes on from there").stderr
+    [message] = [line for line in said.splitlines() if line.startswith("the run ends at iteration ")]
+    assert re.search(r"not finite since iteration \d+: .*(loss of rank \d|gradient norm) is .*lower --learning_rate", message)
     card = (tmp_path / "report.md").read_text()
     assert re.match(r"# Report: failed before iteration \d+, see the last warning\n", card)
     assert re.search(r"\| warnings \| .*the last one: Loss or gradients not finite: at iteration \d+: ", card)
-    assert "--init_from=resume goes on from there" in process.stderr
     checkpoint = ckpt.load(find(str(tmp_path))[0])
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
     again = ["--init_from=resume", "--lr_decay_iters=2000", f"--max_iters={checkpoint['iter_num'] + 4}"]
-    losses, _, _ = train(tmp_path, data, *flags, *again, ranks=ranks)
+    losses, _, _ = train(tmp_path, data, FEW, *flags, *again, ranks=ranks)
     assert max(losses) > checkpoint["iter_num"]
     assert None not in losses.values()
 
 
 def test_nothing_is_saved_while_updates_are_skipped(data, tmp_path):
     """Weights with a finite loss but gradients that are not finite do not replace weights that can be trained."""
-    process = run(
-        *("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=5", "--max_nonfinite=10"),
-        before=faults.infinite_norm,
-    ).succeeded()
-    assert "by iteration 4, 1 more update was skipped (5 consecutive so far): the gradient norm is inf" in process.stdout
-    assert "WARNING: not saved" in process.stdout
+    skipped = "by iteration 4, 1 more update was skipped (5 consecutive so far): the gradient norm is inf"
+    line = training(tmp_path, data, "--max_iters=5", "--max_nonfinite=10")
+    run(*line, before=faults.infinite_norm).succeeded(skipped, "WARNING: not saved")
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "report.md", "run.json", "run.lock"]

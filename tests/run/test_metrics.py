@@ -9,7 +9,7 @@ from functools import partial
 import faults
 import pytest
 import torch
-from scripts import FEW, SETTINGS, events_of, run, train
+from scripts import FEW, events_of, run, train, training
 
 from forecast.prediction import PURPOSES, Workload
 from model import GPT, GPTConfig
@@ -41,9 +41,8 @@ def events(data, tmp_path_factory):
     found = {}
     for name, flags in HOW.items():
         out = tmp_path_factory.mktemp(name)
-        arguments = [f"--dataset={data}", f"--out_dir={out}", f"--max_iters={STEPS}", *flags]
-        often = partial(faults.measure_every, 2)
-        printed = run("train.py", *SETTINGS, "--dropout=0.0", *arguments, ranks=2, before=often).succeeded().stdout
+        line = training(out, data, "--dropout=0.0", f"--max_iters={STEPS}", *flags)
+        printed = run(*line, ranks=2, before=partial(faults.measure_every, 2)).succeeded().stdout
         found[name] = events_of(out), json.loads((out / "run.json").read_text()), printed
     return found
 
@@ -79,8 +78,8 @@ def test_a_figure_that_is_always_zero_is_not_logged(events, data, tmp_path):
         values = {key: [event[key] for event in lines if key in event] for key in set().union(*lines)}
         zeros = {key for key, found in values.items() if not any(found) and f"{key.removesuffix('_rank')}_min" not in values}
         assert zeros <= ends_at_zero, name
-    arguments = f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=2", "--eval_interval=100", FEW
-    run("train.py", *SETTINGS, *arguments, before=partial(faults.takes_longer, "run.logger:MetricsFile.log", 0.1)).succeeded()
+    line = training(tmp_path, data, "--max_iters=2", "--eval_interval=100", FEW)
+    run(*line, before=partial(faults.takes_longer, "run.logger:MetricsFile.log", 0.1)).succeeded()
     keys = set().union(*events_of(tmp_path))
     assert not {key for key in keys if re.match(r"comm/|time/(slowest|rank)|iter/loss_max|memory/.*_(min|rank)$", key)}
     assert "memory/peak_mb" in keys
@@ -186,9 +185,8 @@ def test_run_json_has_the_settings_and_what_the_run_runs_on(events):
 
 
 def test_the_rank_that_computes_longest_is_named(data, tmp_path):
-    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=1", "--eval_iters=1"]
     slow = partial(faults.measure_every, 1, faults.rank_1_computes_slowly, 0.1)
-    run("train.py", *SETTINGS, *arguments, ranks=2, before=slow).succeeded()
+    run(*training(tmp_path, data, "--max_iters=1", "--eval_iters=1"), ranks=2, before=slow).succeeded()
     lines = iterations(events_of(tmp_path))
     assert [event["time/slowest_rank"] for event in lines] == [1] * 2
     assert all(event["time/rank_spread_ms"] > 0.5 * 3 * 100 for event in lines), "three micro-steps of 0.1 s more"

@@ -9,7 +9,7 @@ from multiprocessing.connection import wait
 
 import faults
 import pytest
-from scripts import SETTINGS, Forked, run
+from scripts import Forked, run, training
 
 PROGRAM = """
 import sys
@@ -103,7 +103,7 @@ def test_train_shows_the_bar_and_prints_what_it_prints_to_a_file(data, tmp_path)
         measured = r"[\d.,:-]+(?=( ?ms| ?%| s,| tok| GB| MB at| TFLOP| \(h:mm:ss))"
         return [re.sub(measured, "N", line) for line in text.splitlines() if line]
 
-    line = ["train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=6"]
+    line = training(tmp_path, data, "--max_iters=6")
     written = on_terminal(*line, columns=300)
     assert any(text.startswith("iter 6/6 |") and ", loss " in text for text in drawn(written))
     for path in tmp_path.iterdir():

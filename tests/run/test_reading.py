@@ -9,7 +9,7 @@ import faults
 import pytest
 import torch
 import torch.distributed as dist
-from scripts import FEW, SETTINGS, events_of, run
+from scripts import FEW, events_of, run, training
 
 from distributed import ranks
 from distributed.launch import Launch
@@ -28,7 +28,7 @@ TIMES = r"time/|throughput/|mfu|comm/exposed|checkpoint/.*_s$|memory/peak"
 
 def trained(out, data, *flags, before=None, code=0):
     """The events of a run without its times, and what it printed."""
-    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", *FLAGS, *flags, ranks=2, before=before)
+    process = run(*training(out, data, *FLAGS, *flags), ranks=2, before=before)
     assert process.returncode == code, process.stderr
     return [{key: value for key, value in event.items() if not re.match(TIMES, key)} for event in events_of(out)], process
 

@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 import torch
+from checkpoints import VALUES
 from conftest import write_meta
-from scripts import FEW, SETTINGS, events_of, run, torch_load, train
+from scripts import FEW, events_of, run, torch_load, train, training
 from toy import assert_equal
 
 from data.dataset import Dataset
@@ -120,14 +121,11 @@ def test_when_a_checkpoint_is_due_and_which_is_kept(tmp_path, always):
     optimizer = torch.optim.AdamW(model.parameters())
 
     def save(iteration, is_best):
-        values = {"iter_num": iteration, "model_args": {}, "best_val_loss": 1.0, "config": {}}
-        checkpoints.save(model, optimizer, values, is_best)
+        checkpoints.save(model, optimizer, {**VALUES, "iter_num": iteration}, is_best)
         return [ckpt.load(find(str(tmp_path), best)[0])["iter_num"] for best in (False, True)]
 
-    assert [checkpoints.action_due(iteration, is_end=False) for iteration in (0, 3, 4)] == [
-        *(Action.CONTINUE, Action.CONTINUE),
-        Action.SAVE,
-    ]
+    due = [checkpoints.action_due(iteration, is_end=False) for iteration in (0, 3, 4)]
+    assert due == [Action.CONTINUE, Action.CONTINUE, Action.SAVE]
     assert save(4, is_best=False) == [4, 4]
     assert checkpoints.action_due(4, is_end=True) == Action.CONTINUE, "just saved"
     assert checkpoints.action_due(5, is_end=True) == Action.SAVE
@@ -180,10 +178,8 @@ def test_another_dataset_is_named_and_so_are_settings_without_effect(data, runs,
     losses, _, printed = train(out, str(other), *flags, "--max_iters=21")
     assert sorted(losses) == list(range(22))
     assert torch_load(out)["data_position"] == 20 * 12 + 2 * 24
-    assert (
-        f"note: the run goes on with other data: dataset {other}; until the checkpoint it was dataset {data}; "
-        "another number of tokens changes their order in the middle of an epoch\n"
-    ) in printed
+    told = f"note: the run goes on with other data: dataset {other}; until the checkpoint it was dataset {data}; "
+    assert f"{told}another number of tokens changes their order in the middle of an epoch\n" in printed
     seen = [(of, count, len(Dataset(str(of), 16).tokens["train"])) for of, count in ((data, 240 * 16), (other, 48 * 16))]
     rows = [f"{of}: {count:,} tokens, {count / whole:.2f} epochs" for of, count, whole in seen]
     assert f"| data | {rows[0]}, then {rows[1]} |\n" in (out / "report.md").read_text()
@@ -194,9 +190,9 @@ def test_another_dataset_is_named_and_so_are_settings_without_effect(data, runs,
 def test_another_vocabulary_is_refused(data, other, out):
     write_meta(other, [chr(ord("a") + token) for token in range(29)])
     before = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "run.lock"}
-    line = run("train.py", *SETTINGS, f"--dataset={other}", f"--out_dir={out}", "--init_from=resume", ranks=2).refusal()
-    assert line.startswith(f"error: dataset {other} has another vocabulary (")
-    assert f"use the files of dataset {data} that it was trained on, or start a new run in another --out_dir" in line
+    remedy = f"use the files of dataset {data} that it was trained on, or start a new run in another --out_dir"
+    line = training(out, other, "--init_from=resume")
+    run(*line, ranks=2).refusal(f"error: dataset {other} has another vocabulary (", remedy)
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.name != "run.lock"} == before
     with pytest.raises(ValueError, match=rf"dataset {other} has another vocabulary \(GPT-2's\) than the checkpoint"):
         check_vocabulary(torch_load(out), str(other), None)

@@ -6,7 +6,7 @@ from functools import partial
 import faults
 import torch
 from conftest import write_meta
-from scripts import FEW, SETTINGS, events_of, run, torch_load, train
+from scripts import FEW, events_of, run, torch_load, train, training
 
 from run.sampling import TOKENS
 
@@ -47,12 +47,11 @@ def test_a_sample_is_text_in_the_vocabulary_on_the_console_and_in_the_log(data, 
 def test_a_vocabulary_that_is_not_available_ends_the_run_at_its_start(data, tmp_path):
     shutil.copytree(data, tmp_path / "data")
     (tmp_path / "data" / "meta.pkl").unlink()  # now the tokens are GPT-2's
-    settings = [*SETTINGS, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}", "--max_iters=0", "--eval_iters=1"]
+    line = training(tmp_path, tmp_path / "data", "--max_iters=0", "--eval_iters=1")
     without = partial(faults.without_module, "tiktoken")
-    assert run("train.py", *settings, before=without).returncode == 0
+    run(*line, before=without).succeeded()
     files = [tmp_path / name for name in ("metrics.jsonl", "run.json", "report.md", "ckpt.pt")]
     before = [path.read_bytes() for path in files]
-    line = run("train.py", *settings, "--sample_interval=5", before=without, ranks=2).refusal()
-    assert line.startswith("error: sample_interval=5 cannot write samples: GPT-2's vocabulary is not available")
-    assert "--sample_interval=0" in line
+    why = "error: sample_interval=5 cannot write samples: GPT-2's vocabulary is not available"
+    run(*line, "--sample_interval=5", before=without, ranks=2).refusal(why, "--sample_interval=0")
     assert [path.read_bytes() for path in files] == before, "the earlier run stays as it was"

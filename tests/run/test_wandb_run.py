@@ -14,7 +14,7 @@ from unittest import mock
 
 import faults
 import pytest
-from scripts import FEW, SETTINGS, Forked, events_of, run, torch_load
+from scripts import FEW, Forked, events_of, run, torch_load, training
 from wandb_server import serving
 
 from run.logger import Logger
@@ -39,8 +39,7 @@ def wandb_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def line(data, tmp_path):
-    where = f"--dataset={data}", f"--out_dir={tmp_path / 'out'}"
-    return ["train.py", *SETTINGS, FEW, "--max_iters=7", *where, "--wandb_log=True"]
+    return training(tmp_path / "out", data, FEW, "--max_iters=7", "--wandb_log=True")
 
 
 @pytest.fixture
@@ -142,9 +141,8 @@ def test_an_evaluation_goes_to_the_summary_of_the_run(line, tmp_path, wandb_fold
     trained = only(wandb_folder)
     run("evaluate.py", f"--out_dir={out}", "--wandb_log=True", ranks=2, cwd=tmp_path).succeeded()
     (evaluated,) = set(wandb_folder.glob("offline-run-*")) - {trained}
-    assert {record["run_id"] for folder in (trained, evaluated) for record in records(folder, "run")} == {
-        torch_load(out)["wandb_run_id"]
-    }
+    ids = {record["run_id"] for folder in (trained, evaluated) for record in records(folder, "run")}
+    assert ids == {torch_load(out)["wandb_run_id"]}
     assert rows(evaluated) == merged(out), "offline, the newest folder has all rows"
     values = {key: value for record in records(evaluated, "summary") for key, value in record.get("update", {}).items()}
     results = json.loads((out / "evaluation.json").read_text())

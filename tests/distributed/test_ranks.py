@@ -1,7 +1,8 @@
-"""distributed/ranks.py: which rank this process is, as the launch variables say, and what is wrong with them."""
+"""distributed/ranks.py and rendezvous.py: which rank this process is, what is wrong with its launch, how the ranks meet."""
 
 import io
 import json
+import os
 import resource
 import sys
 import threading
@@ -9,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,10 +18,11 @@ from ranks import context, run_ranks
 from scripts import LAUNCH_VARIABLES
 
 from configurator import configure
+from distributed import rendezvous
 from distributed.exits import print_error
 from distributed.launch import Launch, launched
 from distributed.ranks import start
-from distributed.rendezvous import connect, meet
+from distributed.rendezvous import connect, interface, meet
 from zero.host_comm import LONG_TIMEOUT, cpu_group, gather_objects, timeout_of
 
 ALONE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a-machine-whose-name-has-no-address"}
@@ -177,3 +180,44 @@ def test_a_line_of_another_thread_does_not_wait_for_stdout(monkeypatch):
 def test_a_rank_that_does_not_start_is_named():
     with pytest.raises(RuntimeError, match=r"^rank 0, 2 did not start within 0 s$"):
         meet(dist.HashStore(), 1, 3, "", timeout_s=0.2)
+
+
+MACHINE_0 = {"host0": "127.0.1.1", "10.0.0.2": "10.0.0.1"}  # has MASTER_ADDR; its own name means loopback, as on Debian
+MACHINE_1 = {"host0": "10.0.0.2", "10.0.0.2": "10.0.0.2"}
+NAMES = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.0.0.2"}
+INTERFACES = {name: [SimpleNamespace(address=found)] for name, found in NAMES.items()}
+
+
+@pytest.mark.parametrize(
+    ("routes", "others", "expected"),
+    [
+        (MACHINE_1, "127.0.1.1", "eth1"),  # what reaches the other machine
+        (MACHINE_0, "10.0.0.2", "eth0"),  # not loopback, which its own name means
+        ({"host0": "10.0.0.9"}, "127.0.1.1", None),  # no interface has this address
+        ({}, "", None),  # nothing reaches the first machine
+    ],
+)
+def test_each_machine_takes_the_interface_that_reaches_the_other(monkeypatch, routes, others, expected):
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: INTERFACES)
+    monkeypatch.setattr(rendezvous, "_own_address", lambda peer: routes.get(peer, ""))
+    own = routes.get("host0", "")
+    assert interface(own, [own, others]) == expected
+
+
+@pytest.mark.parametrize(
+    ("local_world_size", "choice", "expected"),
+    [(2, {}, "lo" if sys.platform == "linux" else None), (1, {}, "eth0"), (1, {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0")],
+    ids=["one machine", "several", "the user's choice"],
+)
+def test_gloo_gets_an_interface(monkeypatch, local_world_size, choice, expected):
+    """On one of two ranks whose store and process group are left out."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is unset again after the test
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    for name, value in {"MASTER_ADDR": "192.0.2.1", **choice}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(rendezvous, "meet", lambda store, *_: (store, ["10.0.0.1", "10.0.0.2"]))
+    monkeypatch.setattr(rendezvous, "interface", lambda *_: "eth0")
+    rendezvous.connect(Launch(True, 0, 0, 2, local_world_size))
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected

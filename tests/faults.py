@@ -67,6 +67,14 @@ def without_module(name):
     sys.modules[name] = None
 
 
+def returns(name, value):
+    """Let a function return this."""
+
+    @around(name)
+    def constant(*_, **__):
+        return value
+
+
 def fails_later(name, times):
     """Let a function fail after it has run some times."""
     left = iter(range(times))
@@ -144,21 +152,7 @@ def run_each(script):
     sys.exit(0)
 
 
-def peak_is_known():
-    """The fastest matrix product of this machine, which would otherwise be measured for 0.2 s."""
-    from distributed import machine
-
-    machine.peak_flops = lambda *_: 1e12
-
-
 # -- time ----------------------------------------------------------------------------------------------------------------
-
-
-def every_combination_goes():
-    """Also a learning rate that grows."""
-    from run import rank_checks
-
-    rank_checks.check_combinations = lambda *_: None
 
 
 def takes_longer(name, seconds):

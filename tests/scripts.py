@@ -53,10 +53,11 @@ class Finished(NamedTuple):
         assert [text for text in texts if text not in self.stderr] == [], self.stderr
         return self
 
-    def refusal(self, *texts):
-        """Check that all ranks have ended with 2 and that the only line on stderr has these texts, and return it."""
+    def refusal(self, *texts, is_alone=True):
+        """Check that all ranks have ended with 2 and that the last line on stderr, here the only one, has these texts."""
         assert set(self.returncodes) == {2}, self.stderr
-        (line,) = self.stderr.splitlines()
+        *before, line = self.stderr.splitlines()
+        assert not (is_alone and before), self.stderr
         assert [text for text in texts if text not in line] == [], line
         return line
 
@@ -183,8 +184,8 @@ def _main(script, arguments, variables, cwd, folder, limit, before):
     sys.path[:0] = [ROOT]
     if before is not None:
         before()
-    if script == "train.py":
-        faults.peak_is_known()
+    if script == "train.py":  # the fastest matrix product of this machine, which would otherwise be measured for 0.2 s
+        faults.returns("distributed.machine:peak_flops", 1e12)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

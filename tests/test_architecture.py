@@ -141,13 +141,11 @@ def test_a_reader_can_take_in_every_class_of_the_engine():
 
 def test_the_makefile_names_tests_that_exist():
     """One name that does not exist, and pytest runs none of those beside it."""
-    printed = subprocess.run(
-        ["make", "-s", "-n", "check", "test-all"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    how = {"cwd": ROOT, "capture_output": True, "check": True}
+    printed = subprocess.run(["make", "-s", "-n", "check", "test-all"], text=True, **how).stdout
     names = sorted(set(re.findall(r'"(tests/\S+)"', printed)))
     assert len(names) > 10
-    collect = ["-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", *names]
-    subprocess.run([sys.executable, *collect], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run([sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", *names], **how)
 
 
 def test_the_package_has_all_of_zero_and_nothing_else():

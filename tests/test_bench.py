@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, travel_as_on_gpu
 from scripts import ROOT, check_mistakes, run
-from toy import assert_equal, make_toy, train, weights
+from toy import assert_equal, build_toy, train, weights
 
 from benchmarks.exact import send_to_itself, start_late
 from benchmarks.memory_profile import simulated_world
@@ -23,7 +23,6 @@ from forecast.modes import MODES as TABLE
 from forecast.run_memory import gpt_specs, planned_optimizer, predicted
 from model import GPTConfig
 from zero import collectives
-from zero.build import build
 from zero.flags import Flags
 
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=384", "--vocab_size=65", "--block_size=16", "--device=cpu"]
@@ -208,10 +207,8 @@ def trained_late():
             start()
             found.append([])
             for flags in ({}, {"shard_gradients": True}, {"param_dtype": "bfloat16_remainder", "state_dtype": "int8"}):
-                module = make_toy()
-                model, optimizer = build(
-                    module, module.param_groups(True), Flags(bucket_mb=0.0002, **flags), overlap=[module.hidden], lr=0.01
-                )
+                flags = Flags(bucket_mb=0.0002, **flags)
+                model, optimizer = build_toy(flags, muon=True, freeze=False, overlap=["hidden"])
                 train(model, optimizer, dist.get_rank(), steps=3)
                 found[-1].append(weights(model))
             assert sleep.called == (start is start_late)

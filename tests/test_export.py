@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 from dataclasses import make_dataclass
 from functools import partial
 
@@ -168,21 +167,18 @@ def test_a_gpt2_with_a_tokenizer_of_its_own(tmp_path):
     sampled = run("sample.py", *sampling, "--start=w3 w17").succeeded().stdout
     assert re.fullmatch(r"w3 w17( w\d+){9}", sampled.splitlines()[-2])
 
-    def refusal(script, *arguments, **how):
-        """The last line of stderr, where transformers shows progress, too."""
-        finished = run(script, *arguments, **how)
-        assert set(finished.returncodes) == {2}
-        return finished.stderr.splitlines()[-1]
+    def refused(message, *line, ranks=0):
+        run(*line, ranks=ranks).refusal(f"error: {message}", is_alone=False)  # transformers shows progress, too
 
-    assert "error: the tokenizer has no tokens for this text" in refusal("sample.py", *sampling, "--start=to be")
-    np.arange(2000, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    shutil.copy(tmp_path / "train.bin", tmp_path / "val.bin")
-    differs = f"error: dataset {tmp_path} has GPT-2's tokens, but {folder} has a tokenizer of its own"
+    refused("the tokenizer has no tokens for this text", "sample.py", *sampling, "--start=to be")
+    for split in ("train", "val"):
+        np.arange(2000, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
+    differs = f"dataset {tmp_path} has GPT-2's tokens, but {folder} has a tokenizer of its own"
     flags = f"--init_from={folder}", f"--dataset={tmp_path}", "--device=cpu"
-    assert differs in refusal("evaluate.py", *flags, ranks=2)
-    assert differs in refusal("train.py", *flags, "--block_size=8", f"--out_dir={tmp_path / 'out'}")
+    refused(differs, "evaluate.py", *flags, ranks=2)
+    refused(differs, "train.py", *flags, "--block_size=8", f"--out_dir={tmp_path / 'out'}")
     (folder / "tokenizer.json").write_text("{}")
-    assert f"error: cannot read the tokenizer in {folder} (" in refusal("sample.py", *sampling)
+    refused(f"cannot read the tokenizer in {folder} (", "sample.py", *sampling)
 
 
 def test_padding_is_not_generated(exported):
@@ -196,10 +192,8 @@ def test_padding_is_not_generated(exported):
 
 def test_without_a_tokenizer(exported):
     """Of syllables, or numbers without texts; that of GPT-2 is missing without a network."""
-    for name, vocabulary in {
-        "syllables": "2 tokens without a tokenizer",
-        "GPT-2's": "50257 tokens of GPT-2 without the tokenizer, which tiktoken could not get (",
-    }.items():
+    gpt2s = "50257 tokens of GPT-2 without the tokenizer, which tiktoken could not get ("
+    for name, vocabulary in (("syllables", "2 tokens without a tokenizer"), ("GPT-2's", gpt2s)):
         folder, _, printed = exported[name]
         assert f"vocabulary: {vocabulary}" in printed
         assert sorted(os.listdir(folder)) == ["config.json", "generation_config.json", "model.safetensors"]
@@ -269,9 +263,9 @@ def test_a_link_or_the_working_folder_gets_the_files_and_the_previous_checkpoint
     before = {path.name for path in tmp_path.iterdir()}
     folders = "\n".join(f"--to={path}" for path in (".", tmp_path / "to_empty", tmp_path / "to_new"))
     each = partial(faults.run_each, f"{ROOT}/export.py")
-    process = run("export.py", f"--out_dir={tmp_path}", folders, cwd=tmp_path / "working", before=each).succeeded()
-    assert process.stderr.count("WARNING: ") == process.stderr.count("ckpt_prev.pt, the previous checkpoint") == 3
-    assert "exit code" not in process.stderr
+    said = run("export.py", f"--out_dir={tmp_path}", folders, cwd=tmp_path / "working", before=each).succeeded().stderr
+    counts = [said.count(text) for text in ("WARNING: ", "ckpt_prev.pt, the previous checkpoint", "exit code")]
+    assert counts == [3, 3, 0]
     assert {path.name for path in tmp_path.iterdir()} == before | {"new"}
     for name in ("working", "empty", "new"):
         assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).config.n_layer == 3

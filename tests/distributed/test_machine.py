@@ -9,15 +9,12 @@ from distributed import machine
 def test_what_auto_stands_for(monkeypatch):
     assert machine.resolve("cpu", "auto") == ("cpu", "float32")
     assert machine.resolve("cpu", "bfloat16") == ("cpu", "bfloat16")
-    for available, supported, expected in (
-        (False, False, ("cpu", "float32")),
-        (True, False, ("cuda", "float16")),
-        (True, True, ("cuda", "bfloat16")),
-    ):
+    cases = (False, False, "cpu", "float32"), (True, False, "cuda", "float16"), (True, True, "cuda", "bfloat16")
+    for available, supported, *expected in cases:
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         monkeypatch.setattr(torch.cuda, "device_count", lambda available=available: int(available))
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported, **_: supported)
-        assert machine.resolve("auto", "auto") == expected
+        assert machine.resolve("auto", "auto") == tuple(expected)
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cuda:x", "cpu:1", "tpu", ""])

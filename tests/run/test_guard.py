@@ -85,9 +85,8 @@ def test_a_skipped_step_leaves_no_trace(trained, kind):
         assert_equal(disturbed[mode]["model"], undisturbed[mode]["model"], mode)
         assert_equal(disturbed[mode]["state"], undisturbed[mode]["state"], mode)
         assert not disturbed[mode]["failed"]
-        printed = disturbed[mode]["printed"]
+        (printed,) = disturbed[mode]["printed"].splitlines()
         assert printed.startswith("WARNING: by iteration 3, 1 more update was skipped (1 consecutive so far): "), printed
-        assert printed.count("\n") == 1
         assert ("the loss of rank 1 is nan" in printed) == (kind == "loss")
         assert not others[mode]["printed"] + undisturbed[mode]["printed"]
 
@@ -99,8 +98,8 @@ def test_nothing_moves_until_the_host_looks(trained):
         assert_equal(stopped[mode]["model"], before[mode]["model"], mode)
         assert_equal(stopped[mode]["state"], before[mode]["state"], mode)
         assert stopped[mode]["failed"] == others[mode]["failed"] == (not before[mode]["failed"])
-        assert "the run ends at iteration 6, not finite since iteration 3: the loss of rank 1" in stopped[mode]["printed"]
-        assert "lower --learning_rate" in stopped[mode]["printed"]
+        end = "the run ends at iteration 6, not finite since iteration 3: the loss of rank 1.*lower --learning_rate"
+        assert re.search(end, stopped[mode]["printed"], re.DOTALL)
         assert not others[mode]["printed"]
 
 
@@ -120,9 +119,8 @@ def test_the_limit_counts_consecutive_skips_and_each_is_an_alert(capsys):
     assert alerts[0] == ("Loss or gradients not finite", "at iteration 1: the loss of rank 0 is inf", 1)
     printed = capsys.readouterr()
     assert printed.out.count("WARNING: by iteration ") == 4
-    assert printed.err.startswith(
-        "the run ends at iteration 6, not finite since iteration 4: the loss of rank 0 is inf; 3 consecutive updates"
-    )
+    reason = "not finite since iteration 4: the loss of rank 0 is inf; 3 consecutive updates"
+    assert printed.err.startswith(f"the run ends at iteration 6, {reason}")
 
 
 def test_float16_leaves_gradients_to_the_scaler(capsys):
@@ -197,7 +195,8 @@ MORE = pytest.mark.slow("more learning rates and modes", seconds=3)
 def test_a_run_that_diverges_keeps_its_checkpoint(data, tmp_path, learning_rate, ranks, flags):
     schedule = ["--warmup_iters=8", "--lr_decay_iters=7", f"--min_lr={learning_rate}", "--max_iters=1000"]
     line = training(tmp_path, data, FEW, *schedule, *flags)
-    said = run(*line, ranks=ranks, before=faults.every_combination_goes).failed("--init_from=resume goes on from there").stderr
+    rate_may_grow = partial(faults.returns, "run.rank_checks:check_combinations", None)
+    said = run(*line, ranks=ranks, before=rate_may_grow).failed("--init_from=resume goes on from there").stderr
     [message] = [line for line in said.splitlines() if line.startswith("the run ends at iteration ")]
     assert re.search(r"not finite since iteration \d+: .*(loss of rank \d|gradient norm) is .*lower --learning_rate", message)
     card = (tmp_path / "report.md").read_text()

@@ -59,13 +59,15 @@ def wandb(monkeypatch):
     return lambda folder, resume_at=None, run_id=None, **more: Logger(str(folder), resume_at, CONFIG | more, run_id)
 
 
-def test_what_is_not_finite_is_null_in_the_file_and_itself_in_wandb(tmp_path, wandb):
+def test_what_is_not_finite_is_null_in_the_file_and_itself_in_wandb_and_so_are_alerts(tmp_path, wandb):
     event = {"iter": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 2.0, "e": None}
     log = wandb(tmp_path)
     log.log(event)
     log.wandb.log.assert_called_once_with(event)
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert text == '{"iter": 1, "a": null, "b": null, "c": null, "d": 2.0, "e": null}\n'
+    log.alert("Loss not finite", "at iteration 3", 3)
+    log.wandb.alert.assert_called_once_with("Loss not finite", "at iteration 3")
+    warned = {"iter": 3, "warning": "Loss not finite: at iteration 3"}
+    assert lines(tmp_path) == [{"iter": 1, "a": None, "b": None, "c": None, "d": 2.0, "e": None}, warned]
 
 
 def test_wandb_gets_the_run_that_goes_on_and_the_rows_that_it_lacks(tmp_path, wandb):
@@ -125,13 +127,6 @@ def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):
     resumed.finish()
     assert picked(resumed.wandb.finish) == expected
     assert resumed.wandb.finish.call_args[0][0]["restarts"] == 1
-
-
-def test_alerts_go_to_the_file_and_to_wandb(tmp_path, wandb):
-    log = wandb(tmp_path)
-    log.alert("Loss not finite", "at iteration 3", 3)
-    assert lines(tmp_path) == [{"iter": 3, "warning": "Loss not finite: at iteration 3"}]
-    log.wandb.alert.assert_called_once_with("Loss not finite", "at iteration 3")
 
 
 def test_a_full_disk_is_mentioned_once_and_tears_no_line(tmp_path, capsys):

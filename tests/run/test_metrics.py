@@ -86,16 +86,15 @@ def test_a_figure_that_is_always_zero_is_not_logged(events, data, tmp_path):
     keys = set().union(*events_of(tmp_path))
     assert not {key for key in keys if re.match(r"comm/|time/(slowest|rank)|iter/loss_max|memory/.*_(min|rank)$", key)}
     assert "memory/peak_mb" in keys
-    _, *later = iterations(events_of(tmp_path))
-    assert [event["time/step_ms"] > 100 for event in later] == [True, True], "with the time of logging"
+    assert [event["time/step_ms"] > 100 for event in iterations(events_of(tmp_path))[1:]] == [True, True], "it takes to log"
 
 
 def test_every_implementation_logs_the_same_keys_at_the_same_events(events):
-    keys = [
-        [(event["iter"], {key for key in event if not re.match(OF_SOME, key)}) for event in lines if "warning" not in event]
-        for lines, *_ in events.values()
-    ]
-    assert keys[0] == keys[1] == keys[2]
+    def keys(name):
+        lines = [event for event in events[name][0] if "warning" not in event]
+        return [(event["iter"], {key for key in event if not re.match(OF_SOME, key)}) for event in lines]
+
+    assert keys("adamw") == keys("torch") == keys("sharded")
     for event in iterations(events["sharded"][0]):
         expected = OF_RANKS - ({"memory/saved_mb"} if event["iter"] == 0 else set())  # no state before the first update
         assert OF_RANKS & set(event) == (expected if event["iter"] % 2 == 0 else set())
@@ -172,10 +171,8 @@ def test_memory_at_the_points_of_a_step(events):
     parameters = 4 * (facts["parameters"] + 16 * 32) / 1e6
     assert [last[f"memory/{point}_mb"] / parameters for point in ("after_init", "before_step", "after_step")] == [2, 4, 4]
     assert "memory/saved_mb" not in last, "it is plain AdamW"
-    torch_last = iterations(events["torch"][0])[-1]
-    assert torch_last["memory/saved_mb"] == pytest.approx(
-        last["memory/optimizer_state_mb"] - torch_last["memory/optimizer_state_mb"]
-    )
+    of_torch, state = iterations(events["torch"][0])[-1], "memory/optimizer_state_mb"
+    assert of_torch["memory/saved_mb"] == pytest.approx(last[state] - of_torch[state])
 
 
 def test_run_json_has_the_settings_and_what_the_run_runs_on(events):
@@ -192,8 +189,8 @@ def test_the_rank_that_computes_longest_is_named(data, tmp_path):
     run(*training(tmp_path, data, "--max_iters=1", "--eval_iters=1"), ranks=2, before=slow).succeeded()
     lines = iterations(events_of(tmp_path))
     assert [event["time/slowest_rank"] for event in lines] == [1] * 2
-    assert all(event["time/rank_spread_ms"] > 0.5 * 3 * 100 for event in lines), "three micro-steps of 0.1 s more"
-    assert all(event["comm/exposed_ms"] > 0.5 * 3 * 100 for event in lines), "rank 0 waits for it"
+    waits = "time/rank_spread_ms", "comm/exposed_ms"  # of rank 0, in three micro-steps of 0.1 s more
+    assert min(event[key] for event in lines for key in waits) > 0.5 * 3 * 100
 
 
 def test_figures_of_a_gpu(monkeypatch):
@@ -209,12 +206,11 @@ def test_figures_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 2, "num_ooms": 1, "other": 3})
     meter.measure("before step")
     figures = meter.take()
-    assert figures["peak_mb"] == 300.0
     assert meter.peak() == 300_000_000, "the largest one stays"
     meter.forget_peak()
     assert meter.peak() == 100_000_000, "without what a copy of the model took"
-    assert figures["before_step_mb"] == 5.0
-    assert (figures["reserved_mb"], figures["alloc_retries"], figures["ooms"]) == (7.0, 2, 1)
+    expected = {"peak_mb": 300.0, "before_step_mb": 5.0, "reserved_mb": 7.0, "alloc_retries": 2, "ooms": 1}
+    assert expected.items() <= figures.items()
     of_gpu = {key for key in OF_GPU if not key.endswith(("_min", "_rank"))}
     assert of_gpu - {f"memory/{name}" for name in figures} == {"memory/measured_peak_mb"}, "the check of memory logs it"
     assert not any(math.isnan(value) for value in figures.values())

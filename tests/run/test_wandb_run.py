@@ -64,12 +64,11 @@ def records(folder, kind):
 
 
 def rows(folder):
-    return without_what_wandb_adds(record["item"] for record in records(folder, "history"))
+    return without_what_wandb_adds([record["item"] for record in records(folder, "history")])
 
 
 def without_what_wandb_adds(rows):
     """The rows without _timestamp and such. The step of each row is its iteration."""
-    rows = list(rows)
     assert all(row["_step"] == row["iter"] for row in rows)
     return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
 
@@ -108,11 +107,10 @@ def test_an_offline_run_has_every_figure_of_metrics_jsonl(line, tmp_path, wandb_
     smallest = {metric["name"] for metric in records(folder, "metric") if metric.get("summary") == {"min": True}}
     assert smallest == {key for key, metric in METRICS.items() if metric.best == "min"} >= {"val/loss"}
     updates = [record.get("update", {}) for record in records(folder, "summary")]
-    values = [update["best_val_loss"] for update in updates if "best_val_loss" in update]
-    assert values[-1] == min(row["val/loss"] for row in expected if "val/loss" in row)
-    assert len(values) > 1, "known before the end"
-    (end,) = records(folder, "exit")
-    assert end["exit_code"] == 0
+    *before_the_end, best = [update["best_val_loss"] for update in updates if "best_val_loss" in update]
+    assert best == min(row["val/loss"] for row in expected if "val/loss" in row)
+    assert before_the_end
+    assert [end["exit_code"] for end in records(folder, "exit")] == [0]
 
 
 @pytest.mark.slow("a server of wandb", seconds=14)
@@ -145,8 +143,7 @@ def test_an_evaluation_goes_to_the_summary_of_the_run(line, tmp_path, wandb_fold
     assert ids == {torch_load(out)["wandb_run_id"]}
     assert rows(evaluated) == merged(out), "offline, the newest folder has all rows"
     values = {key: value for record in records(evaluated, "summary") for key, value in record.get("update", {}).items()}
-    results = json.loads((out / "evaluation.json").read_text())
-    assert values["evaluation/val_loss"] == results["evaluation/val_loss"]
+    assert values["evaluation/val_loss"] == json.loads((out / "evaluation.json").read_text())["evaluation/val_loss"]
 
 
 @pytest.mark.slow("a server of wandb", seconds=11)
@@ -209,9 +206,8 @@ def rows_of(fake):
 
 def test_an_event_that_comes_late_goes_into_the_newest_row(fake):
     wandb = WandbRun(CONFIG)
-    wandb.log({"iter": 4, "a": 1})
-    wandb.log({"iter": 2, "checkpoint/write_s": 1.0})
-    wandb.log({"iter": 5, "a": math.nan})
+    for event in ({"iter": 4, "a": 1}, {"iter": 2, "checkpoint/write_s": 1.0}, {"iter": 5, "a": math.nan}):
+        wandb.log(event)
     wandb.finish({"best_val_loss": 1.0}, 3)
     assert str(rows_of(fake)) == "[(4, {'iter': 4, 'a': 1}), (4, {'checkpoint/write_s': 1.0}), (5, {'iter': 5, 'a': nan})]"
     fake.summary.update.assert_called_once_with({"best_val_loss": 1.0})

@@ -180,21 +180,20 @@ def small_launches():
     return [{mode: list(counts.values()) for mode, counts in found.items()}, in_float16["waits"]]
 
 
-def micro_step_on_gpu(chunk, param_dtype, dropout=0.0):
-    """The bytes that live in a micro-step, and those that are predicted."""
-    config = GPTConfig(block_size=256, vocab_size=5000, n_layer=4, n_head=4, n_embd=256, dropout=dropout, bias=False)
-    with PretendedGPU():
-        with DEVICE, SkipInitialization():
-            model = GPT(config).to(DTYPES[param_dtype])
-        model.loss_chunk = chunk
-        tokens = torch.zeros((4, 256), dtype=torch.int64, device=DEVICE)
-        autocast = torch.autocast("cuda", torch.bfloat16)
-        live = micro_step(model, lambda: model(tokens, tokens)[1], autocast, on_cpu=False)
-    return live, predict(Workload(config, 4, "bfloat16", "cuda", loss_chunk=chunk), param_dtype)
-
-
 def micro_steps_on_gpu():
-    return [micro_step_on_gpu(0, "float32"), micro_step_on_gpu(300, "float32", dropout=0.1), micro_step_on_gpu(0, "bfloat16")]
+    """The bytes that live in some micro-steps, and those that are predicted."""
+    found = []
+    for chunk, param_dtype, dropout in ((0, "float32", 0.0), (300, "float32", 0.1), (0, "bfloat16", 0.0)):
+        config = GPTConfig(block_size=256, vocab_size=5000, n_layer=4, n_head=4, n_embd=256, dropout=dropout, bias=False)
+        with PretendedGPU():
+            with DEVICE, SkipInitialization():
+                model = GPT(config).to(DTYPES[param_dtype])
+            model.loss_chunk = chunk
+            tokens = torch.zeros((4, 256), dtype=torch.int64, device=DEVICE)
+            autocast = torch.autocast("cuda", torch.bfloat16)
+            live = micro_step(model, lambda: model(tokens, tokens)[1], autocast, on_cpu=False)  # noqa: B023 - called at once
+        found.append((live, predict(Workload(config, 4, "bfloat16", "cuda", loss_chunk=chunk), param_dtype)))
+    return found
 
 
 def run_part(name):

@@ -192,7 +192,10 @@ def test_a_name_is_what_differs():
     assert named(BASE, BASE | {"shard_gradients": True}, ADAMW) == [*flags, "adamw"]
 
 
-def test_what_says_nothing_is_no_difference():
+def test_what_runs_have_in_common_and_what_is_no_difference():
+    assert in_common([BASE, ADAMW]) == ["d", "0.80M parameters", "2 ranks"]
+    assert in_common([BASE]) == ["d", "0.80M parameters", "sharded", "2 ranks"]
+    assert in_common([{}, BASE]) == []
     same = {"out_dir": "y", "wandb_run_name": "b", "state": "killed", "init_from": "resume", "parts": []}
     assert differences([BASE, BASE | same]) == [{}, {}]
     older = {key: value for key, value in BASE.items() if key != "seed"}  # its run.json does not have all settings
@@ -202,10 +205,8 @@ def test_what_says_nothing_is_no_difference():
 def test_a_name_has_four_differences_and_the_table_all():
     first = BASE | {"sample_interval": 0}
     second = BASE | {"dataset": "e", "learning_rate": 0.1, "n_layer": 3, "batch_size": 5, "seed": 2, "sample_interval": 3}
-    found = differences([first, second])[1]
-    assert found == {
-        key: f"{key}={second[key]}" for key in ("dataset", "sample_interval", "batch_size", "n_layer", "learning_rate", "seed")
-    }
+    different = "dataset", "sample_interval", "batch_size", "n_layer", "learning_rate", "seed"
+    assert differences([first, second])[1] == {key: f"{key}={second[key]}" for key in different}
     assert named(first, second)[1] == "dataset=e, sample_interval=3, batch_size=5, n_layer=3", "in the order of train.py"
 
 
@@ -213,9 +214,3 @@ def test_runs_with_the_same_name_have_their_folder():
     assert named(BASE, BASE, ADAMW) == ["sharded, runs/x0", "sharded, runs/x1", "adamw"]
     assert named(BASE, BASE) == named(BASE, {}) == named({}, {}) == ["runs/x0", "runs/x1"]
     assert named(BASE) == ["runs/x0"]
-
-
-def test_what_runs_have_in_common():
-    assert in_common([BASE, ADAMW]) == ["d", "0.80M parameters", "2 ranks"]
-    assert in_common([BASE]) == ["d", "0.80M parameters", "sharded", "2 ranks"]
-    assert in_common([{}, BASE]) == []

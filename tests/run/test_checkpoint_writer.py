@@ -4,6 +4,7 @@ import os
 import resource
 import threading
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -132,7 +133,7 @@ def test_what_a_killed_process_left_is_swept_by_a_writer_that_may(tmp_path):
     assert os.listdir(tmp_path) == ["other.tmp"]
 
 
-def save_to_a_full_disk(folder, background):
+def a_full_disk_stops_nobody_and_the_old_one_stands(folder, background):
     """The ranks send the rest of what they hold, and go on."""
     os.makedirs(folder, exist_ok=True)
     model, optimizer = build_toy("sharded")
@@ -154,11 +155,7 @@ def save_to_a_full_disk(folder, background):
     assert iterations(outcomes(9)) == [9] * of_rank_0
 
 
-def test_when_the_disk_is_full_all_go_on_and_the_old_one_stands(tmp_path):
-    run_in_turn(2, *(partial(save_to_a_full_disk, f"{tmp_path}/{background}", background) for background in (False, True)))
-
-
-def what_is_in_memory(folder):
+def no_rank_holds_the_whole(folder, background):
     """While rank 0 writes, it holds no more than a message of what other ranks have."""
     alive, receive, numel = [], dist.recv, 100_000
 
@@ -175,13 +172,9 @@ def what_is_in_memory(folder):
         optimizer.zero_grad()
         before = live.now
         with mock.patch.object(dist, "recv", note), mock.patch.object(host_comm, "MESSAGE_BYTES", 1000):
-            CheckpointWriter(folder).write(model, optimizer, VALUES)
+            CheckpointWriter(folder, background=background).write(model, optimizer, VALUES)
     assert (len(alive) > 5000) == (dist.get_rank() == 0)
     assert max(alive, default=0) < 10_000, "of 24 MB"
-
-
-def test_no_rank_holds_the_whole(tmp_path):
-    run_in_turn(2, partial(what_is_in_memory, str(tmp_path)))
 
 
 def save_where_one_rank_has_diverged(folder):
@@ -196,30 +189,33 @@ def save_where_one_rank_has_diverged(folder):
     return [str(outcome) for outcome in ended(writer) if isinstance(outcome, DivergedError)]
 
 
-def a_part_that_cannot_be_read(folder):
+def a_part_that_one_rank_cannot_read_ends_the_save_on_all(folder, background):
     """As where decoding it finds the GPU full. All ranks raise, and the file of before stands."""
     module = torch.nn.Linear(64, 64)
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, state_dtype="int8", lr=0.1)
     for param in module.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    for background in (False, True):
-        writer = CheckpointWriter(folder, background=background)
-        writer.write(module, optimizer, VALUES)
-        writer.wait()
-        before = os.stat(f"{folder}/ckpt.pt")
-        for broken in (1, 0):
-            error = RuntimeError("out of memory") if dist.get_rank() == broken else None
-            decode = mock.Mock(side_effect=error) if error else Encoded.decode
-            with mock.patch.object(Encoded, "decode", decode), pytest.raises((RuntimeError, ValueError), match="out of memory"):
-                _ = writer.write(module, optimizer, VALUES), writer.wait()
-            dist.barrier()
-            assert os.path.samestat(before, os.stat(f"{folder}/ckpt.pt"))
-            assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
+    writer = CheckpointWriter(folder, background=background)
+    writer.write(module, optimizer, VALUES)
+    writer.wait()
+    before = os.stat(f"{folder}/ckpt.pt")
+    for broken in (1, 0):
+        error = RuntimeError("out of memory") if dist.get_rank() == broken else None
+        decode = mock.Mock(side_effect=error) if error else Encoded.decode
+        with mock.patch.object(Encoded, "decode", decode), pytest.raises((RuntimeError, ValueError), match="out of memory"):
+            _ = writer.write(module, optimizer, VALUES), writer.wait()
+        dist.barrier()
+        assert os.path.samestat(before, os.stat(f"{folder}/ckpt.pt"))
+        assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
 
 
-def test_a_part_that_one_rank_cannot_read_ends_the_save_on_all(tmp_path):
-    run_in_turn(2, partial(a_part_that_cannot_be_read, str(tmp_path)))
+ON_TWO_RANKS = a_full_disk_stops_nobody_and_the_old_one_stands, a_part_that_one_rank_cannot_read_ends_the_save_on_all
+
+
+@pytest.mark.parametrize(("check", "background"), [*product(ON_TWO_RANKS, (False, True)), (no_rank_holds_the_whole, False)])
+def test_on_two_ranks(tmp_path, check, background):
+    run_in_turn(2, partial(check, str(tmp_path), background))
 
 
 def test_what_one_rank_finds_not_to_be_finite_all_refuse(tmp_path):

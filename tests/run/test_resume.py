@@ -153,18 +153,6 @@ def test_when_a_checkpoint_is_due_and_which_is_kept(tmp_path, always):
         assert save(16, is_best=False)[0] == 16
 
 
-def test_an_end_without_an_evaluation_is_saved_beside_the_best(data, tmp_path):
-    """And goes on from there, with the losses of a run that has not ended."""
-    settings = "--always_save_checkpoint=False", "--lr_decay_iters=20"
-    whole, evaluations, _ = train(tmp_path / "whole", data, *settings, "--max_iters=9")
-    train(tmp_path / "run", data, *settings, "--max_iters=6")
-    assert torch_load(tmp_path / "run")["iter_num"] == 7
-    resumed, _, _ = train(tmp_path / "run", data, *settings, "--init_from=resume", "--max_iters=9")
-    assert [resumed[i] for i in range(7, 10)] == [whole[i] for i in range(7, 10)]
-    best = min((i for i in evaluations if i), key=lambda i: evaluations[i][1])
-    assert ckpt.load(find(str(tmp_path / "whole"), best=True)[0])["iter_num"] == best
-
-
 def test_a_run_begins_with_the_weights_of_another(data, tmp_path):
     train(tmp_path / "first", data)
     unchanged = "--learning_rate=1e-30", "--min_lr=0", "--max_iters=1", f"--init_from={tmp_path / 'first'}"

@@ -12,8 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from scripts import FEW, Forked, run, torch_load, train, training
-from toy import assert_equal
+from scripts import FEW, Forked, run, torch_load, training
 
 from data import common
 from data.dataset import Dataset
@@ -202,20 +201,6 @@ def test_sequences_of_200_shards_are_those_of_one_file(tmp_path, formats):
     offsets = one.offsets("train", (7, 0), 0, 8000)  # more than an epoch
     assert np.array_equal(shards.offsets("train", (7, 0), 0, 8000), offsets)
     assert np.array_equal(shards.batch("train", offsets), one.batch("train", offsets))
-
-
-def test_two_ranks_that_are_stopped_and_resumed_train_as_if_nothing_had_happened(data, tmp_path):
-    """Through two and a half epochs, stopped in the middle of one."""
-    tokens, val = (np.fromfile(os.path.join(data, f"{split}.bin"), np.uint16) for split in ("train", "val"))
-    folder = write_shards(tmp_path / "d", tokens[: 100 * 16], 7, "mixed", val)
-    shutil.copy(os.path.join(data, "meta.pkl"), folder)
-    few = FEW, "--batch_size=6"
-    expected = train(tmp_path / "whole", folder, *few, ranks=2)
-    train(tmp_path / "out", folder, *few, "--max_iters=10", ranks=2)
-    resumed = train(tmp_path / "out", folder, *few, "--init_from=resume", ranks=2)
-    assert sorted(resumed[0]) == list(range(20))
-    assert resumed[:2] == expected[:2]
-    assert_equal(torch_load(tmp_path / "out")["model"], torch_load(tmp_path / "whole")["model"])
 
 
 def test_a_file_that_is_rewritten_in_place_ends_a_run_with_one_line(data, tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -49,8 +50,7 @@ def modules(*packages):
 
 
 def parsed(path):
-    with open(path) as file:
-        return ast.parse(file.read())
+    return ast.parse(Path(path).read_text())
 
 
 def imports_of(path):
@@ -122,8 +122,7 @@ def test_a_reader_can_take_in_every_class_of_the_engine():
     """Prints the longest ones: at most 250 lines for a class, 400 for a file."""
     files, classes = {}, {}
     for module, path in modules("zero").items():
-        with open(path) as file:
-            files[module] = file.read().count("\n")
+        files[module] = Path(path).read_text().count("\n")
         nodes = (node for node in parsed(path).body if isinstance(node, ast.ClassDef))
         classes |= {f"{module}.{node.name}": node.end_lineno - node.lineno + 1 for node in nodes}
     for sizes, limit in ((classes, 250), (files, 400)):
@@ -141,7 +140,6 @@ def test_the_makefile_names_tests_that_exist():
 
 
 def test_the_package_has_all_of_zero_and_nothing_else():
-    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
-        packages = tomllib.load(file)["tool"]["setuptools"]["packages"]
+    packages = tomllib.loads(Path(ROOT, "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {os.path.dirname(path) for path in glob.glob("zero/**/*.py", root_dir=ROOT, recursive=True)}
     assert sorted(packages) == sorted(folder.replace("/", ".") for folder in folders)

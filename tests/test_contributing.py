@@ -10,6 +10,7 @@ import string
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import faults
 import pytest
@@ -18,8 +19,7 @@ from scripts import SIZES, events_of, run, torch_load
 
 from model import GPT, GPTConfig
 
-with open(os.path.join(ROOT, "CONTRIBUTING.md")) as file:
-    TEXT = file.read()
+TEXT = Path(ROOT, "CONTRIBUTING.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)  # language, content
 STEPS, WARM_UP, LR, MIN_LR = 6, 2, 1e-2, 1e-3
 TRAIN = [
@@ -123,10 +123,8 @@ def test_the_new_model_option_is_trained_planned_with_the_new_mode_and_kept_in_t
 def test_rotary_embeddings_leave_wpe_frozen(copy, implementation):
     """It has no gradient, which DistributedDataParallel would refuse if it were trained."""
     out = copy / "rotary"
-    flags = *TRAIN, "--positions=rotary"
-    run_copy(copy, "train.py", *flags, implementation, f"--out_dir={out}", ranks=2).succeeded()
-    weights = torch_load(out)["model"]
-    assert not weights["transformer.wpe.weight"].any()
+    run_copy(copy, "train.py", *TRAIN, "--positions=rotary", implementation, f"--out_dir={out}", ranks=2).succeeded()
+    assert not torch_load(out)["model"]["transformer.wpe.weight"].any()
     known = {key: value for event in events_of(out) for key, value in event.items()}
     assert known["memory/predicted_parameters_mb"] == pytest.approx(known["memory/measured_parameters_mb"])
     losses = [event["val/loss"] for event in events_of(out) if "val/loss" in event]
@@ -211,5 +209,4 @@ def test_what_it_names_exists():
     pairs = re.findall(r"`(?:\w+\.)?(\w+)`\s+(?:of|in)\s+`([\w/]+\.py)`", TEXT)
     assert ("log_iteration", "run/meter.py") in pairs
     for name, path in pairs:
-        with open(os.path.join(ROOT, path)) as file:
-            assert re.search(rf"\b{name}\b", file.read()), f"{path} has no {name}"
+        assert re.search(rf"\b{name}\b", Path(ROOT, path).read_text()), f"{path} has no {name}"

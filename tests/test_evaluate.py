@@ -62,8 +62,7 @@ def wrong_examples(folder):
 
 def evaluated(out, *arguments, ranks=0):
     process = run("evaluate.py", f"--out_dir={out}", "--device=cpu", *arguments, ranks=ranks).succeeded()
-    with open(out / report.EVALUATION) as file:
-        return json.load(file), process.stdout
+    return json.loads((out / report.EVALUATION).read_text()), process.stdout
 
 
 def losses_of(row, logits_of):

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,8 +28,7 @@ def test_the_cookbook(tmp_path):
 
 
 def test_the_example_resumes_as_if_it_had_not_stopped(tmp_path):
-    with open(os.path.join(ROOT, "examples", "sharded.py")) as file:
-        program = file.read()
+    program = Path(ROOT, "examples", "sharded.py").read_text()
     assert program.count('saved["step"] + 10') == 1
     states = []
     for starts, steps in ((2, 10), (1, 20)):
@@ -66,6 +66,5 @@ def test_the_wheel_has_the_package_and_its_example_runs(tmp_path):
     assert (tmp_path / "installed" / "zero" / "py.typed").exists()
     for step in (10, 20):
         launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-        printed = run(*launch, os.path.join(ROOT, "examples", "sharded.py"))
-        assert printed.startswith(f"step {step}: loss ")
+        assert run(*launch, os.path.join(ROOT, "examples", "sharded.py")).startswith(f"step {step}: loss ")
     assert torch.load(tmp_path / "state.pt")["step"] == 20

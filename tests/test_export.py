@@ -144,8 +144,7 @@ def test_gpt2s_vocabulary(tmp_path, monkeypatch):
     make_run(tmp_path, 50304, False, characters="")
     folder, printed = export(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer(GPT2S_TEXT)["input_ids"] == tokens
-    assert tokenizer.decode(tokens) == GPT2S_TEXT
+    assert (tokenizer(GPT2S_TEXT)["input_ids"], tokenizer.decode(tokens)) == (tokens, GPT2S_TEXT)
     assert tokenizer.eos_token_id == transformers.GenerationConfig.from_pretrained(folder).eos_token_id == 50256
     assert "vocabulary: 50257 tokens of GPT-2 with their tokenizer; the 47 rows of padding stay" in printed
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
@@ -164,8 +163,7 @@ def test_a_gpt2_with_a_tokenizer_of_its_own(tmp_path):
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     sampling = f"--init_from={folder}", "--num_samples=1", "--max_new_tokens=9", "--device=cpu"
-    sampled = run("sample.py", *sampling, "--start=w3 w17").succeeded().stdout
-    assert re.fullmatch(r"w3 w17( w\d+){9}", sampled.splitlines()[-2])
+    assert re.fullmatch(r"w3 w17( w\d+){9}", run("sample.py", *sampling, "--start=w3 w17").succeeded().stdout.splitlines()[-2])
 
     def refused(message, *line, ranks=0):
         run(*line, ranks=ranks).refusal(f"error: {message}", is_alone=False)  # transformers shows progress, too
@@ -264,8 +262,7 @@ def test_a_link_or_the_working_folder_gets_the_files_and_the_previous_checkpoint
     folders = "\n".join(f"--to={path}" for path in (".", tmp_path / "to_empty", tmp_path / "to_new"))
     each = partial(faults.run_each, f"{ROOT}/export.py")
     said = run("export.py", f"--out_dir={tmp_path}", folders, cwd=tmp_path / "working", before=each).succeeded().stderr
-    counts = [said.count(text) for text in ("WARNING: ", "ckpt_prev.pt, the previous checkpoint", "exit code")]
-    assert counts == [3, 3, 0]
+    assert [said.count(text) for text in ("WARNING: ", "ckpt_prev.pt, the previous checkpoint", "exit code")] == [3, 3, 0]
     assert {path.name for path in tmp_path.iterdir()} == before | {"new"}
     for name in ("working", "empty", "new"):
         assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).config.n_layer == 3

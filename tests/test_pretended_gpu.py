@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import launches
@@ -100,9 +101,8 @@ def train(flags, muon, saved=None):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none)
-        waits = dict(gpu.waits)
         # there, a group of one rank has all of the state, and nobody sends it a part
-        return waits, snapshot(optimizer, module).in_memory() if flags.shard_size == 1 else None
+        return dict(gpu.waits), snapshot(optimizer, module).in_memory() if flags.shard_size == 1 else None
 
 
 def every_flag():
@@ -280,8 +280,7 @@ def test_every_flag_trains_saves_and_restores():
     (found,) = preloaded(every_flag)
     assert len(found) == len(ALL_FLAGS)
     for name, muon, *of_groups in found:
-        in_hooks = 2 if ALL_FLAGS[name].shard_gradients else 1
-        assert of_groups == [{"hooks": in_hooks, "": 1}] * 2, (name, muon)
+        assert of_groups == [{"hooks": (2 if ALL_FLAGS[name].shard_gradients else 1), "": 1}] * 2, (name, muon)
 
 
 def test_launches_and_waits_of_an_iteration(printed):
@@ -300,8 +299,7 @@ def test_activations_take_what_is_predicted(printed):
 @pytest.mark.slow("counts all modes of 124M and XL", seconds=400)
 @pytest.mark.parametrize("name", launches.COMMITTED)
 def test_the_committed_counts(name):
-    with open(os.path.join(ROOT, "results", name, "results.json")) as file:
-        rows = json.load(file)["launches"]["rows"]
+    rows = json.loads(Path(ROOT, "results", name, "results.json").read_text())["launches"]["rows"]
     assert json.loads(run_preloaded(launches.__file__, "--preloaded", name)) == rows
     assert all(row["clip"] + row["update"] <= 2000 for row in rows if row["mode"] != "plain_muon")
 

@@ -11,8 +11,7 @@ from toy import assert_equal
 
 def test_one_curve_whatever_the_ranks_and_the_implementation(runs):
     losses, evaluations = runs["adamw"].losses, runs["adamw"].evaluations
-    assert sorted(losses) == list(range(20))
-    assert sorted(evaluations) == [0, 5, 10, 15]
+    assert (sorted(losses), sorted(evaluations)) == (list(range(20)), [0, 5, 10, 15])
     assert losses[19] < losses[0] - 0.3
     for name in ("one", "sharded3"):
         other, other_evaluations = runs[name].losses, runs[name].evaluations
@@ -26,8 +25,7 @@ def test_an_evaluation_depends_neither_on_the_ranks_nor_on_the_batch_size(data, 
     printed = []
     for ranks, batch_size in ((0, 2), (3, 5)):
         line = training(runs.folder / "one", data, "--init_from=resume", "--eval_only=True", f"--batch_size={batch_size}")
-        printed_by_it = run(*line, ranks=ranks).succeeded().stdout
-        (losses,) = re.findall(r"^step \d+: train loss (\S+), val loss (\S+)", printed_by_it, re.M)
+        (losses,) = re.findall(r"^step \d+: train loss (\S+), val loss (\S+)", run(*line, ranks=ranks).succeeded().stdout, re.M)
         printed.append([float(loss) for loss in losses])
     assert printed[1] == pytest.approx(printed[0], abs=1.1e-4)
 
@@ -62,8 +60,7 @@ def test_the_checkpoint_is_nanogpts(runs):
     assert checkpoint["model_args"] == {
         "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "bias": False, "vocab_size": 29, "dropout": 0.0,
     }  # fmt: skip
-    assert checkpoint["iter_num"] == 20
-    assert checkpoint["config"]["batch_size"] == 2
+    assert (checkpoint["iter_num"], checkpoint["config"]["batch_size"]) == (20, 2)
     assert [len(group["params"]) for group in checkpoint["optimizer"]["param_groups"]] == [10, 5]
     assert all(tensor.device.type == "cpu" for tensor in checkpoint["model"].values())
 

@@ -15,6 +15,7 @@ from ranks import run_ranks
 from scripts import ROOT, check_mistakes, run, run_for_real, training
 
 from configurator import TRAIN, configure, settings_of
+from data.vocabulary import DataError
 from model import GPT, GPTConfig
 from run import rank_checks
 from run.rank_checks import check_combinations, compare_model_and_data, compare_settings, difference
@@ -71,7 +72,7 @@ def test_torchrun_reports_the_line_of_one_rank(tmp_path):
         ("train.py", "n_layer='x' in --n_layer=x", (faults.add_arguments, "--n_layer=x")),
         ("train.py", "device=cuda:99 is not available", (faults.add_arguments, "--device=cuda:99")),
         ("bench.py", "device=cuda:99 is not available", (faults.add_arguments, "--device=cuda:99")),
-        ("train.py", "sample_interval=2 cannot write samples", (faults.no_vocabulary,)),
+        ("train.py", "sample_interval=2 cannot write samples", (faults.fails_later, "run.sampling:load_codec", 0, DataError())),
     ],
 )
 def test_a_mistake_of_one_rank_is_told_once(data, tmp_path, script, message, fault):

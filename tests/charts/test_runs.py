@@ -1,4 +1,4 @@
-"""charts/runs.py, lines.py, differences.py: the pictures show what metrics.jsonl holds; what the names of runs are."""
+"""charts/: the pictures show what metrics.jsonl and results.json hold; what the names of runs are."""
 
 from itertools import pairwise
 
@@ -6,8 +6,12 @@ import pytest
 from logged import MB, bars, curve, drawn, events, layers, notes, rows, write_run
 from scripts import events_of
 
+from benchmarks.results import CHARTS as OF_RESULTS
+from charts.bars import memory_chart, time_chart
 from charts.differences import differences, in_common, names
 from charts.lines import MOST_POINTS, Run, look
+from charts.style import MEMORY, save
+from forecast import modes
 from run.metrics import METRICS, SECTIONS, Metric
 
 SAME = {"dataset": "d", "learning_rate": 0.1, "world_size": 2}
@@ -79,8 +83,7 @@ def test_how_far_losses_are_from_those_of_the_first_run_and_their_dashes(runs, c
     assert below[1] == 0, "the lower line is not dashed"
     assert above[0] == above[1] > 0, "the upper line shows as much of the lower line as of itself"
     changed = [event | ({"iter/loss": 3.5} if event.get("iter/loss") == 4.0 - 3 / 100 else {}) for event in events("adamw")]
-    other = write_run(tmp_path / "other", changed, implementation="adamw", **SAME | {"learning_rate": 0.2})
-    found = drawn([*runs, other])
+    found = drawn([*runs, write_run(tmp_path / "other", changed, implementation="adamw", **SAME | {"learning_rate": 0.2})])
     assert curve(found[APART], 2, "difference") == [(at, pytest.approx(0.47 if at == 3 else 0)) for at in range(12)]
     assert notes(found[APART]) == ("sharded, learning_rate=0.1: none; adamw, learning_rate=0.2: at most 0.47, at iteration 3")
     assert layers(found[LOSSES], "line")[1]["strokeDash"]["scale"]["range"][2] == [1, 0], "it is not equal to the first one"
@@ -214,3 +217,63 @@ def test_runs_with_the_same_name_have_their_folder():
     assert named(BASE, BASE, ADAMW) == ["sharded, runs/x0", "sharded, runs/x1", "adamw"]
     assert named(BASE, BASE) == named(BASE, {}) == named({}, {}) == ["runs/x0", "runs/x1"]
     assert named(BASE) == ["runs/x0"]
+
+
+MODES = ("sharded", "adamw")
+PARTS = {"parameters": 6e9, "gradients": 5e9, "state": 4e9, "master": 3e9, "buckets": 2e9, "activations": 1e9}
+TIMES = {"forward and backward, ms": 80.0, "optimizer, ms": 15.0, "exposed communication, ms": 15.0, "ms per step": 100.0}
+ROUNDS = {"rounds, ms": [90.0, 100.0, 130.0], "ratio": 0.966, "ratio, quartiles": [0.91, 1.02]}
+MEASURED = "gpt2, 2 ranks; cpu; 2026-11-23"
+AFTER_INIT = {"point": "after init", "total": 6e9, "parameters": 6e9}
+PEAK = {"point": "peak", "total": 22e9, "rest": 1e9, **PARTS, "predicted": 21e9}
+CHARTS = {  # how it is drawn, and the rows
+    "memory": (memory_chart, [{"mode": mode, **row} for mode in MODES for row in (AFTER_INIT, PEAK)]),
+    "time": (time_chart, [{"mode": mode, "block_size": size, **TIMES, **ROUNDS} for size in (1024, 64) for mode in MODES]),
+    "training": (OF_RESULTS["training"], [
+        {"mode": "adamw", "peak": 4e9, "losses": [3.0, 2.5, 2.0], "largest difference": 0.0},
+        {"mode": "sharded", "peak": 3e9, "losses": [3.0, 2.0, 2.125], "largest difference": 0.5},
+    ]),
+}  # fmt: skip
+
+
+def panels(chart):
+    """The rows of each panel of bars, by its title."""
+    spec = chart.to_dict(validate=False)  # saving does
+    drawn = [panel for panel in spec.get("concat", spec.get("hconcat")) if "layer" in panel]
+    data = [panel.get("data", spec.get("data"))["name"] for panel in drawn]  # Altair lifts the data of a single panel
+    return {panel["title"]["text"]: spec["datasets"][name] for panel, name in zip(drawn, data, strict=True)}
+
+
+WHOLE = "parameters 6 gradients 5 optimizer state 4 master weights 3 communication buffers 2 activations 1"
+TIMED = "forward and backward 72.7273 optimizer 13.6364 exposed communication 13.6364 o 90.0 o 100.0 o 130.0"
+LARGEST = f"{WHOLE} temporary tensors 1"
+DRAWN = {  # the medians of the parts of a step add up to 110 ms, and that of the whole is 100 ms
+    "memory": {mode: [f"after init: {WHOLE[:12]} = 6.00", f"peak of training: {LARGEST} | 21.0 = 22.0"] for mode in MODES},
+    "time": {f"{size} tokens": [f"sharded: {TIMED} = 100 ms", f"adamw: {TIMED} = 0.97x (0.91 to 1.02)"] for size in (64, 1024)},
+    "training": {
+        "Peak of memory while training, per rank": [
+            f"{modes.MODES['adamw'].label}: adamw 4 = 4.00 GB",
+            f"{modes.MODES['sharded'].label}: sharded 3 = 3.00 GB (-25%)",
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CHARTS)
+def test_bars_are_the_rows_in_order_and_the_picture_says_what_was_measured(kind, tmp_path):
+    draw, rows = CHARTS[kind]
+    chart, path = draw(rows, MEASURED), tmp_path / "new folder" / f"{kind}.png"
+    found = panels(chart)
+    assert {title: bars(None, rows) for title, rows in found.items()} == DRAWN[kind]
+    assert list(found) == list(DRAWN[kind])
+    assert chart.to_dict()["title"]["subtitle"][0] == MEASURED
+    save(chart, str(path))
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n")
+    assert 1500 < int.from_bytes(content[16:20]) < 2500
+
+
+def test_parts_and_modes_have_names_and_colours_of_their_own():
+    for pairs in (list(MEMORY.values()), [(mode.label, mode.colour) for mode in modes.MODES.values()]):
+        labels, colours = zip(*pairs, strict=True)
+        assert len(set(labels)) == len(set(colours)) == len(pairs)

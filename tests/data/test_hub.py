@@ -33,8 +33,7 @@ FILES = {
 @pytest.fixture
 def prepare(tmp_path, monkeypatch):
     """Runs a copy of the script that writes shards of 50 tokens, reading one document at a time."""
-    constants = {"SHARD = 100_000_000": f"SHARD = {SHARD}"}
-    script, run = hub.script_with("fineweb_edu", tmp_path, constants, monkeypatch)
+    script, run = hub.script_with("fineweb_edu", tmp_path, {"SHARD = 100_000_000": f"SHARD = {SHARD}"}, monkeypatch)
     monkeypatch.setattr(common, "_BATCH", 1)
     with hub.serving("HuggingFaceFW/fineweb-edu", monkeypatch) as server:
         server.files = FILES

@@ -46,8 +46,7 @@ def test_a_full_disk_leaves_the_dataset_of_before(folder, tmp_path, name, tiktok
     prepare(folder / name, tmp_path / "one.txt").succeeded()
     before = contents(folder / name)
     full = prepare(folder / name, tmp_path / "two.txt", limit=2**16)  # val.bin fits, train.bin does not
-    why = "train.bin: File too large; the files of before are unchanged"
-    full.refusal("error: cannot write ", why, is_alone=False)
+    full.refusal("error: cannot write ", "train.bin: File too large; the files of before are unchanged", is_alone=False)
     assert contents(folder / name) == before
 
 

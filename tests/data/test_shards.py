@@ -48,8 +48,7 @@ def write_shards(folder, tokens, number, formats, val=range(1000)):
     cuts[0], cuts[-1] = 0, len(tokens)
     os.makedirs(folder, exist_ok=True)
     for i, (begin, end) in enumerate(pairwise(cuts)):
-        content = FORMATS[formats][i % len(FORMATS[formats])](tokens[begin:end])
-        (folder / f"text_train_{i + 1:06d}.bin").write_bytes(content)
+        (folder / f"text_train_{i + 1:06d}.bin").write_bytes(FORMATS[formats][i % len(FORMATS[formats])](tokens[begin:end]))
     (folder / "text_val_000000.bin").write_bytes(FORMATS[formats][0](val))
     return str(folder)
 
@@ -183,8 +182,7 @@ def test_the_fingerprint_names_files_and_reads_a_part(tmp_path, monkeypatch):
     checksum = zlib.crc32
     monkeypatch.setattr(zlib, "crc32", lambda content, value=0: read.append(len(content)) or checksum(content, value))
     first = fingerprint("same")
-    assert len(first) == 11
-    assert sum(read) == 10 * 4 + 40
+    assert (len(first), sum(read)) == (11, 10 * 4 + 40)
     assert first == fingerprint("again") == fingerprint("between", 100)
     assert fingerprint("two", files=2) != fingerprint("the end of one of two", 1500, files=2), "two pieces of each"
     assert [name for name, value in fingerprint("other", 301).items() if value != first[name]] == ["text_train_000002.bin"]

@@ -94,8 +94,7 @@ saves_take = partial(faults.takes_longer, "run.checkpoint_folder:commit")  # sec
 
 
 def test_a_slow_disk_ends_nothing(data, tmp_path):
-    flags = FEW, "--max_iters=1", "--dist_timeout_s=2"
-    train(tmp_path, data, *flags, ranks=2, run=partial(run, before=partial(saves_take, 3)))
+    train(tmp_path, data, FEW, "--max_iters=1", "--dist_timeout_s=2", ranks=2, run=partial(run, before=partial(saves_take, 3)))
     assert torch_load(tmp_path)["iter_num"] == 2
 
 
@@ -230,8 +229,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path):
     card = (tmp_path / "report.md").read_text()
     assert card.startswith(f"# Report: stopped by a signal before iteration {stopped}\n")
     assert "- resume: `the same command with --init_from=resume`\n" in card
-    end = f"--max_iters={stopped + 6}"
-    schedule = FEW, end, "--eval_interval=7", "--lr_decay_iters=20"
+    schedule = FEW, f"--max_iters={stopped + 6}", "--eval_interval=7", "--lr_decay_iters=20"
     resumed, _, _ = train(tmp_path, data, "--init_from=resume", *schedule, "--dtype=float32", ranks=2)
     assert state(tmp_path) == "ended"
     whole, _, _ = train(tmp_path / "whole", data, *schedule, ranks=2)
@@ -243,8 +241,7 @@ def test_sigusr1_saves_and_goes_on_and_a_second_sigint_ends_at_once(data, tmp_pa
         first, second = run.pids
         os.kill(first, signal.SIGUSR1)
         run.wait_for("saving checkpoint")
-        printed = run.wait_for("\niter ", after="saving checkpoint")
-        assert re.search(r"saving checkpoint.*\niter ", printed), "it goes on"
+        assert re.search(r"saving checkpoint.*\niter ", run.wait_for("\niter ", after="saving checkpoint")), "it goes on"
         os.kill(first, signal.SIGSTOP)  # rank 1 hangs in a collective
         os.kill(second, signal.SIGINT)
         time.sleep(1.5)

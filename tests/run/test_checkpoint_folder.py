@@ -21,8 +21,7 @@ from zero import checkpoint as ckpt
 @pytest.mark.parametrize("links", [True, False])
 def test_the_file_before_is_kept_and_so_are_the_last_few(tmp_path, monkeypatch, links):
     if not links:
-        no_links = OSError("a file cannot have two names on this file system")
-        monkeypatch.setattr(os, "link", mock.Mock(side_effect=no_links))
+        monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError("a file cannot have two names on this file system")))
     (tmp_path / "ckpt_3_best.pt").write_bytes(b"of the user")
     for iteration in (1, 2, 30, 4):
         report = commit(numbered(iteration), str(tmp_path), keep=2)
@@ -66,9 +65,7 @@ def test_a_missing_file_is_mentioned(tmp_path):
         find(str(tmp_path))
     commit(numbered(1), str(tmp_path))
     os.rename(tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt")
-    path, warning = find(str(tmp_path))
-    assert path == str(tmp_path / "ckpt_prev.pt")
-    assert warning == f"there is no checkpoint {tmp_path / 'ckpt.pt'}"
+    assert find(str(tmp_path)) == (str(tmp_path / "ckpt_prev.pt"), f"there is no checkpoint {tmp_path / 'ckpt.pt'}")
 
 
 def damages(whole, tmp_path):
@@ -116,9 +113,8 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
             continue
         assert checkpoint["iter_num"] == 1
         assert str(folder / "ckpt.pt") in warning
-        with pytest.raises(ckpt.CheckpointError, match=r"ckpt\.pt") as caught:
+        with pytest.raises(ckpt.CheckpointError, match=r"^.*ckpt\.pt.*\Z"):  # one line
             find(str(alone))
-        assert "\n" not in str(caught.value)
     assert count == 196
     assert unharmed < 25, "damage in the padding only"
     assert not os.path.exists("hostile-code-ran")

@@ -251,8 +251,7 @@ def test_a_later_reading_changes_neither_figures_nor_order_nor_what_a_resumed_ru
     lines = [re.findall(r"^(?:iter|step|sample) \d+:", text.stdout, re.M) for text in (process, other)]
     assert lines[1] == lines[0]
     run_of(tmp_path / "later", data, *flags, "--init_from=resume", "--max_iters=11", before=faults.reads_as_from_a_gpu)
-    numbers = [event["iter"] for event in events_of(tmp_path / "later") if "iter/loss" in event]
-    assert numbers == list(range(0, 12, 3))
+    assert ([event["iter"] for event in events_of(tmp_path / "later") if "iter/loss" in event]) == list(range(0, 12, 3))
 
 
 def test_an_update_that_is_not_finite_ends_the_run_with_the_same_reason(data, tmp_path):
@@ -332,8 +331,7 @@ def test_the_collective_of_a_logged_iteration_has_a_name_on_every_rank(monkeypat
     watched._unread = Iteration(7, figures, 0.1, 0, lap)
     del lap
     watched.read_figures()
-    assert seen == ["reduce-scatter"]
-    assert awaited_collective() == ""
+    assert (seen, awaited_collective()) == (["reduce-scatter"], "")
     watched.guard.report.assert_called_once_with(7, figures)
 
 
@@ -361,5 +359,4 @@ def test_an_all_reduce_of_the_guard_has_a_name(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", seen.append)
     monkeypatch.setattr(ranks, "_WAITS", Stopwatch(of_collectives=True))
     watched.check(torch.ones(()), torch.ones(()))
-    assert len(seen) == 1
-    assert awaited_collective() == "all-reduce"
+    assert (len(seen), awaited_collective()) == (1, "all-reduce")

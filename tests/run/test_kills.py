@@ -119,8 +119,7 @@ def test_killed_and_resumed(tmp_path, trials, muon):
         while all(process.exitcode is None for process in processes) and steps_taken(folder) < steps:
             time.sleep(0.001)
         time.sleep(rng.random() * duration / STEPS)
-        victims = [rng.choice(processes)] if trial % 2 else processes
-        for process in victims:
+        for process in [rng.choice(processes)] if trial % 2 else processes:
             process.kill()
         finish(processes)  # a rank that is left alone finds out and fails
         if not (folder / "end.pt").exists():

@@ -84,8 +84,7 @@ def test_wandb_gets_the_run_that_goes_on_and_the_rows_that_it_lacks(tmp_path, wa
     for run_id, events in (("abc", []), ("offline", [{"iter": 0}, {"iter": 2, "checkpoint/bytes": 7}])):
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
         log = wandb(tmp_path, 2, run_id)
-        assert log.wandb.id == run_id
-        assert log.wandb.log.mock_calls == [mock.call(event) for event in events]
+        assert (log.wandb.id, log.wandb.log.mock_calls) == (run_id, [mock.call(event) for event in events])
     log.finish("failed")
     assert log.wandb.finish.call_args[0][1] == 1
     assert wandb(tmp_path).wandb.id is None, "a new run"

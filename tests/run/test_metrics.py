@@ -181,14 +181,12 @@ def test_memory_at_the_points_of_a_step(events):
 def test_run_json_has_the_settings_and_what_the_run_runs_on(events):
     for name, (_, facts, _) in events.items():
         assert (facts["implementation"], facts["world_size"], facts["micro_steps"]) == (name, 2, 3)
-        assert facts["n_embd"] == 32
-        assert facts["versions"]["torch"] == torch.__version__
-        assert len(facts["devices"]) == 2
+        assert (facts["n_embd"], facts["versions"]["torch"], len(facts["devices"])) == (32, torch.__version__, 2)
         assert facts["git_commit"] is None or len(facts["git_commit"].removesuffix("-dirty")) == 40
 
 
 def test_the_rank_that_computes_longest_is_named(data, tmp_path):
-    slow = partial(faults.measure_every, 1, faults.rank_1_computes_slowly, 0.1)
+    slow = partial(faults.measure_every, 1, faults.on_last_rank, faults.takes_longer, "model:GPT.forward", 0.1)
     run(*training(tmp_path, data, "--max_iters=1", "--eval_iters=1"), ranks=2, before=slow).succeeded()
     lines = iterations(events_of(tmp_path))
     assert [event["time/slowest_rank"] for event in lines] == [1] * 2
@@ -315,8 +313,7 @@ def test_the_trace_has_every_phase_of_the_iterations_after_the_first_ones_and_al
         sends = [any(first <= begin <= last for _, begin, _ in scatters) for _, first, last in backward]
         assert sends == [False, False, True] * ACTIVE
         for kind in ("wait_reduce_scatter", "update", "all_gather", "wait_all_gather"):
-            buckets = {name.rpartition(" ")[2] for name, _, _ in ranges(events, f"zero::{kind} bucket ")}
-            assert len(buckets) > 3, kind
+            assert len({name.rpartition(" ")[2] for name, _, _ in ranges(events, f"zero::{kind} bucket ")}) > 3, kind
         updates = ranges(events, "update")
         for _, begin, end in (*ranges(events, "zero::update"), *ranges(events, "zero::all_gather")):
             assert any(first <= begin and end <= last for _, first, last in updates)
@@ -333,8 +330,7 @@ def test_a_short_run_writes_what_it_has_or_says_that_it_has_nothing(steps, is_wr
         profiler.step()
     assert not (tmp_path / "profile").exists()
     profiler.finish()
-    printed = capfd.readouterr().out
-    assert ("WARNING: no profile was written" in printed) == (not is_written)
+    assert ("WARNING: no profile was written" in capfd.readouterr().out) == (not is_written)
     assert (tmp_path / "profile").exists() == is_written
     if is_written:
         assert [name for name, _, _ in ranges(trace(tmp_path, 0), "step ")] == [f"step {WAIT + WARM_UP}"]

@@ -35,9 +35,8 @@ def test_the_second_is_told_who_is_there_until_its_end(tmp_path, monkeypatch, is
     process.start()
     assert ready.wait(60)
     said = (tmp_path / "new" / "run.lock").read_text()
-    with pytest.raises(ValueError, match=rf"is in use by another run: process {process.pid} on \S+, since 20") as refused:
+    with pytest.raises(ValueError, match=rf"^.*is in use by another run: process {process.pid} on \S+, since 20.*\Z"):
         take(folder)
-    assert "\n" not in str(refused.value)
     assert (tmp_path / "new" / "run.lock").read_text() == said
     assert is_held(folder) is True
     (process.kill if is_killed else end.set)()
@@ -215,8 +214,7 @@ def test_a_link_to_a_folder_stays(out):
     link = out.with_name("link")
     link.symlink_to(out)
     start_anew(link)
-    assert link.resolve() == out
-    assert names(out) == ["run.lock"]
+    assert (link.resolve(), names(out)) == (out, ["run.lock"])
     assert (out.with_name("out.before-1") / "ckpt.pt").exists()
 
 

@@ -143,8 +143,7 @@ def test_bytes_of_gpt2s_tokens_are_known_if_nothing_is_to_be_downloaded(tmp_path
     assert np.isnan(bytes_of_tokens(None)).all()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", shared_data("tiktoken_cache"))
     lengths, encoding, text = bytes_of_tokens(None), tiktoken.get_encoding("gpt2"), "naïve 日本 skis"
-    assert lengths[encoding.encode(text)].sum() == len(text.encode())
-    assert lengths[encoding.eot_token] == 0
+    assert (lengths[encoding.encode(text)].sum(), lengths[encoding.eot_token]) == (len(text.encode()), 0)
     assert np.isnan(lengths[encoding.n_vocab :]).all()
     assert not requested
 
@@ -201,7 +200,7 @@ def test_the_loss_of_the_training_split_ends_no_run(data, tmp_path):
 def test_a_killed_and_resumed_run_counts_once(data, tmp_path):
     """Each iteration is a twentieth of a second longer. What the killed process did beyond its checkpoint is done again."""
     line = training(tmp_path, data, "--eval_interval=4", "--keep_checkpoints=9")
-    slow = partial(faults.rank_1_computes_slowly, 0.05 / 3)
+    slow = partial(faults.on_last_rank, faults.takes_longer, "model:GPT.forward", 0.05 / 3)
     with Forked(*line, "--max_iters=100000", ranks=2, before=slow) as forked:
         forked.wait_for("iter 11:")
         for pid in forked.pids:

@@ -29,10 +29,9 @@ def wandb_folder(tmp_path, monkeypatch):
     """The folder of offline runs; neither the user's login nor the user's settings count."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    for name in ("DATA", "CACHE", "CONFIG"):
-        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name.lower()))
+    folders = {"HOME": "", "WANDB_DIR": "", **{f"WANDB_{name.upper()}_DIR": name for name in ("data", "cache", "config")}}
+    for name, folder in folders.items():
+        monkeypatch.setenv(name, str(tmp_path / folder))
     monkeypatch.setenv("WANDB_MODE", "offline")
     return tmp_path / "wandb"
 
@@ -181,8 +180,7 @@ def test_without_a_login_or_a_network_the_run_is_offline(line, tmp_path, wandb_f
 
 @pytest.mark.slow("a process of wandb", seconds=8)
 def test_training_goes_on_when_the_process_of_wandb_is_killed(line, tmp_path):
-    hooks = partial(faults.run_exit_hooks, faults.kill_wandb)
-    process = run(*line, "--max_iters=19", cwd=tmp_path, before=hooks).succeeded()
+    process = run(*line, "--max_iters=19", cwd=tmp_path, before=partial(faults.run_exit_hooks, faults.kill_wandb)).succeeded()
     assert process.stdout.count("WARNING: wandb has stopped") == 1
     # asyncio says this if wandb's client writes five times before it is told that the connection is gone
     assert set(process.stderr.splitlines()) <= {"socket.send() raised exception."}

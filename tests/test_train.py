@@ -135,9 +135,6 @@ def test_a_run_goes_on_on_other_ranks_and_logs_what_it_sends(data, tmp_path, of_
     refused.refusal("the checkpoint is of optimizer=muon; use --optimizer=muon, or another")
 
 
-# -- schedules ---------------------------------------------------------------------------------------------------------
-
-
 def rates(out):
     return {event["iter"]: event["lr"] for event in events_of(out) if "iter/loss" in event}
 

@@ -339,13 +339,8 @@ def test_what_is_not_finite_is_null_in_the_file_and_itself_in_wandb_and_so_are_a
 def test_wandb_gets_the_run_that_goes_on_and_the_rows_that_it_lacks(tmp_path, wandb):
     lines = [
         f'{{"iter": 0, "by_layer": {{"a": 1}}, "iter/loss": "abc", "lr": 1{400 * "0"}}}',
-        "a remark",
-        "[7]",
-        "[" * 100_000,
-        '{"iter": 2}',
-        '{"iter": 4}',
-        '{"iter": 2, "checkpoint/bytes": 7}',
-        '{"iter": 9, "to',
+        *("a remark", "[7]", "[" * 100_000),
+        *('{"iter": 2}', '{"iter": 4}', '{"iter": 2, "checkpoint/bytes": 7}', '{"iter": 9, "to'),
     ]
     for run_id, events in (("abc", []), ("offline", [{"iter": 0}, {"iter": 2, "checkpoint/bytes": 7}])):
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines))

@@ -3,7 +3,7 @@
 import os
 
 import torch
-from toy import assert_equal, make_toy, train
+from toy import make_toy, train
 
 from run.checkpoint_writer import CheckpointWriter
 from zero import checkpoint as ckpt
@@ -65,11 +65,6 @@ def damaged(whole, rng, count):
         position = rng.randrange(len(whole))
         yield whole[:position]
         yield whole[:position] + bytes([whole[position] ^ (1 << rng.randrange(8))]) + whole[position + 1 :]
-
-
-def assert_same_contents(a, b):
-    for key in ("model", "optimizer", "model_args", "iter_num", "config"):
-        assert_equal(a[key], b[key], key)
 
 
 class Hostile:

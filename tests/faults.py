@@ -55,8 +55,8 @@ def add_arguments(*arguments):
     sys.argv += arguments
 
 
-def add_arguments_by_rank(by_rank, others=()):
-    sys.argv += by_rank.get(rank(), others)
+def add_arguments_by_rank(by_rank):
+    sys.argv += by_rank.get(rank(), ())
 
 
 def import_from(folder):
@@ -67,13 +67,22 @@ def without_module(name):
     sys.modules[name] = None
 
 
-def fails_later(name, times):
+def returns(name, value):
+    """Let a function return this."""
+
+    @around(name)
+    def constant(*_, **__):
+        return value
+
+
+def fails_later(name, times, error=RuntimeError):
     """Let a function fail after it has run some times."""
     left = iter(range(times))
 
     @around(name)
     def fail(original, *args, **options):
-        next(left)
+        if next(left, None) is None:
+            raise error
         return original(*args, **options)
 
 
@@ -81,14 +90,6 @@ def matrix_products_of_muon_are_zero():
     """Each takes seconds on a CPU without instructions for bfloat16; memory and bytes are the same."""
     torch.bmm = lambda a, b: a.new_zeros(*a.shape[:2], b.shape[2])
     torch.baddbmm = lambda c, a, b, **_: torch.zeros_like(c)
-
-
-def no_vocabulary():
-    from run import sampling
-
-    @around("run.sampling:load_codec")
-    def load_codec(original, *_):
-        raise sampling.DataError("there is no network")
 
 
 def a_parameter_that_no_forward_uses():
@@ -144,21 +145,7 @@ def run_each(script):
     sys.exit(0)
 
 
-def peak_is_known():
-    """The fastest matrix product of this machine, which would otherwise be measured for 0.2 s."""
-    from distributed import machine
-
-    machine.peak_flops = lambda *_: 1e12
-
-
 # -- time ----------------------------------------------------------------------------------------------------------------
-
-
-def every_combination_goes():
-    """Also a learning rate that grows."""
-    from run import rank_checks
-
-    rank_checks.check_combinations = lambda *_: None
 
 
 def takes_longer(name, seconds):
@@ -166,11 +153,6 @@ def takes_longer(name, seconds):
     def late(original, *args, **kwargs):
         time.sleep(seconds)
         return original(*args, **kwargs)
-
-
-def rank_1_computes_slowly(seconds):
-    if rank() == 1:
-        takes_longer("model:GPT.forward", seconds)
 
 
 def rank_1_stops_at_a_batch(number):

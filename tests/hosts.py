@@ -81,8 +81,7 @@ def make_hosts(number):
         for k, (name, address) in enumerate(addresses.items()):
             namespace = stack.enter_context(_namespace(f"{network}-{name}"))
             _run("ip", "-n", namespace, "link", "set", "lo", "up")
-            peer = ("peer", "name", name, "netns", switch)
-            _run("ip", "link", "add", "eth0", "netns", namespace, "type", "veth", *peer)
+            _run("ip", "link", "add", "eth0", "netns", namespace, "type", "veth", "peer", "name", name, "netns", switch)
             _run("ip", "-n", switch, "link", "set", name, "master", "switch", "addrgenmode", "none", "up")
             _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
             _run("ip", "-n", namespace, "link", "set", "eth0", "addrgenmode", "none", "up")  # no IPv6 packets to count

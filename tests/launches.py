@@ -62,8 +62,7 @@ def counted(config, batch_size, mode, bucket_mb="auto", dtype="bfloat16", world_
             scaler.scale(loss).backward()
             gpu.phase = "clip"
             scaler.unscale_(optimizer)
-            norm = clip_grad_norm_(optimizer, setup.grad_clip)
-            guard.check(loss.detach(), norm)
+            guard.check(loss.detach(), clip_grad_norm_(optimizer, setup.grad_clip))
             gpu.phase = "update"
             scaler.step(optimizer)
             scaler.update()

@@ -54,8 +54,7 @@ def _built():
     compiler += [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]
     folder = tempfile.TemporaryDirectory()
     try:
-        command = [*compiler, "-o", os.path.join(folder.name, _LIBRARY)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        subprocess.run([*compiler, "-o", os.path.join(folder.name, _LIBRARY)], check=True, capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("a pretended GPU needs a C++ compiler; install one, as c++")
     except subprocess.CalledProcessError as error:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import statistics
 from contextlib import nullcontext
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks, travel_as_on_gpu
 from scripts import ROOT, check_mistakes, run
-from toy import assert_equal, make_toy, train, weights
+from toy import assert_equal, build_toy, train, weights
 
 from benchmarks.exact import send_to_itself, start_late
 from benchmarks.memory_profile import simulated_world
@@ -22,7 +23,6 @@ from forecast.modes import MODES as TABLE
 from forecast.run_memory import gpt_specs, planned_optimizer, predicted
 from model import GPTConfig
 from zero import collectives
-from zero.build import build
 from zero.flags import Flags
 
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=384", "--vocab_size=65", "--block_size=16", "--device=cpu"]
@@ -65,11 +65,9 @@ def test_every_mode_and_its_bytes(ranks, tmp_path):
         ratios = [ms / other for ms, other in zip(row["rounds, ms"], rows[0]["rounds, ms"], strict=True)]
         assert row["ratio"] == statistics.median(ratios)
         assert min(ratios) <= row["ratio, quartiles"][0] <= row["ratio"] <= row["ratio, quartiles"][1] <= max(ratios)
-        phases = [row["forward and backward, ms"], row["optimizer, ms"]]
-        assert min(phases) > 0
-        assert ("exposed communication, ms" in row) == (not row["mode"].startswith("fsdp2"))
-        if "exposed communication, ms" in row:
-            assert row["exposed communication, ms"] > 0
+        assert min(row["forward and backward, ms"], row["optimizer, ms"]) > 0
+        exposed = row.get("exposed communication, ms")
+        assert exposed is None if row["mode"].startswith("fsdp2") else exposed > 0
     assert "\nTime of a step; " in (tmp_path / "results" / "bytes" / "time.txt").read_text()
 
 
@@ -86,18 +84,17 @@ MISTAKES = {
 
 def test_mistakes_have_exit_code_2(tmp_path):
     check_mistakes(f"{ROOT}/bench.py", [], MISTAKES, cwd=tmp_path)
-    refusal = run("bench.py", "--shard_size=3", ranks=2, cwd=tmp_path).refusal()
-    assert "shard_size=3 does not divide 2 ranks; use one of 1, 2" in refusal
+    run("bench.py", "--shard_size=3", ranks=2, cwd=tmp_path).refusal("shard_size=3 does not divide 2 ranks; use one of 1, 2")
     assert not os.listdir(tmp_path)
 
 
 def test_git_ignores_the_results(tmp_path):
-    process = run("bench.py", "--what=memory", "--simulate_world_size=2", "--modes=adamw", *SIZES, cwd=tmp_path).succeeded()
+    process = run("bench.py", "--what=memory", "--simulate_world_size=2", "--modes=adamw", *SIZES, cwd=tmp_path)
+    process.succeeded("results are in out-bench/2x384-1x16-simulated-cpu\n")
     assert os.listdir(tmp_path) == ["out-bench"]
     folder = tmp_path / "out-bench" / "2x384-1x16-simulated-cpu"
     assert all(row["world_size"] == 2 for row in results(folder, "memory"))
     assert (folder / "memory-2.png").read_bytes().startswith(b"\x89PNG")
-    assert "results are in out-bench/2x384-1x16-simulated-cpu\n" in process.stdout
     with open(os.path.join(ROOT, ".gitignore")) as file:
         assert "out*/\n" in file
 
@@ -109,9 +106,8 @@ def test_a_simulated_rank_may_receive_without_sending():
 
 def check_memory(rows, modes):
     """Check that tensors take what was predicted, at every point."""
-    assert [(row["mode"], row["point"]) for row in rows if row["mode"] in PREDICTED] == [
-        (mode, point) for mode in modes if mode in PREDICTED for point in POINTS
-    ]
+    found = [(row["mode"], row["point"]) for row in rows if row["mode"] in PREDICTED]
+    assert found == [(mode, point) for mode in modes if mode in PREDICTED for point in POINTS]
     for row in rows:
         if row["mode"] in PREDICTED:
             tolerance = (0.03 if row["point"] == "peak" else 0.02) * row["total"]
@@ -130,8 +126,8 @@ def undrawn_and_quick():
 def measured(folder, *flags):
     """The folder of results of a run without the library that draws."""
     short = "--name=all", "--rounds=1", "--steps_per_turn=1", "--training_steps=3", "--grad_clip=0", "--bucket_mb=1"
-    process = run("bench.py", *short, *flags, *SIZES, ranks=2, cwd=folder, before=undrawn_and_quick).succeeded()
-    assert ", then python -m benchmarks.results results/all\n" in process.stdout
+    process = run("bench.py", *short, *flags, *SIZES, ranks=2, cwd=folder, before=undrawn_and_quick)
+    process.succeeded(", then python -m benchmarks.results results/all\n")
     return folder / "results" / "all"
 
 
@@ -162,20 +158,16 @@ def test_memory_at_each_point_of_a_step(everything, tmp_path):
     for row in rows:
         if row["point"] == "saving":  # pieces of the state, and no copy of all of it; `check_memory` knows how many
             assert row["rest"] < 0.6 * parameters, (row["mode"], row["rest"], parameters)
-    written = (everything / "memory.txt").read_text()
-    assert "bench.py --name=all" in written
-    assert "accumulating" in written
+    assert re.search("bench.py --name=all.*accumulating", (everything / "memory.txt").read_text(), re.DOTALL)
 
 
 def test_the_same_training_in_every_mode(everything):
     rows = {row["mode"]: row for row in results(everything, "training")}
     assert list(rows) == TRAINED
     for mode in ("adamw_in_place", "torch", "sharded"):  # two ranks, no clipping: bit for bit
-        assert rows[mode]["losses"] == rows["adamw"]["losses"]
-        assert rows[mode]["largest difference"] == 0
-    losses = rows["adamw"]["losses"]
-    assert len(losses) == 3
-    assert losses[0] > losses[-1]
+        assert (rows[mode]["losses"], rows[mode]["largest difference"]) == (rows["adamw"]["losses"], 0)
+    first, _, last = rows["adamw"]["losses"]
+    assert first > last
     assert 0 < rows["bfloat16"]["largest difference"] < 0.1
     peaks = [rows[mode]["peak"] for mode in ("adamw", "torch", "sharded", "bfloat16")]
     assert peaks == sorted(peaks, reverse=True)
@@ -190,18 +182,15 @@ def test_rows_are_written_when_they_are_measured(tmp_path):
     Results(str(folder), {"setup": ""}).add("memory", "", [{"mode": "adamw"}])
     flags = "--what=time", "--name=cut", "--modes=adamw,sharded", "--rounds=2", "--steps_per_turn=1", *SIZES
     fault = partial(faults.fails_later, "benchmarks.speed:TimedContender.turn", 5)  # the first round does not count
-    process = run("bench.py", *flags, ranks=2, cwd=tmp_path, before=fault)
-    assert set(process.returncodes) == {1}
+    run("bench.py", *flags, ranks=2, cwd=tmp_path, before=fault).failed()
     assert [(row["mode"], len(row["rounds, ms"])) for row in results(folder, "time")] == [("adamw", 1), ("sharded", 1)]
     assert results(folder, "memory") == [{"mode": "adamw"}]
 
 
 def test_what_must_be_exact_computes_attention_in_one_order(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "import torch.backends.cuda as cuda; print(cuda.flash_sdp_enabled(), cuda.math_sdp_enabled())"
-    )
-    printed = run("benchmarks/exact.py", str(tmp_path / "script.py")).succeeded().stdout
-    assert printed == "False True\n"
+    program = "import torch.backends.cuda as cuda; print(cuda.flash_sdp_enabled(), cuda.math_sdp_enabled())"
+    (tmp_path / "script.py").write_text(program)
+    assert run("benchmarks/exact.py", str(tmp_path / "script.py")).succeeded().stdout == "False True\n"
 
 
 def trained_late():
@@ -217,10 +206,8 @@ def trained_late():
             start()
             found.append([])
             for flags in ({}, {"shard_gradients": True}, {"param_dtype": "bfloat16_remainder", "state_dtype": "int8"}):
-                module = make_toy()
-                model, optimizer = build(
-                    module, module.param_groups(True), Flags(bucket_mb=0.0002, **flags), overlap=[module.hidden], lr=0.01
-                )
+                flags = Flags(bucket_mb=0.0002, **flags)
+                model, optimizer = build_toy(flags, muon=True, freeze=False, overlap=["hidden"])
                 train(model, optimizer, dist.get_rank(), steps=3)
                 found[-1].append(weights(model))
             assert sleep.called == (start is start_late)

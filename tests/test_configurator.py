@@ -28,17 +28,15 @@ def refused(capsys, settings, *argv):
     with pytest.raises(SystemExit) as caught:
         configure(dict(settings), list(argv))
     assert caught.value.code == 2
-    error = capsys.readouterr().err
+    [error] = capsys.readouterr().err.splitlines(keepends=True)
     assert error.startswith("error: ")
-    assert error.count("\n") == 1
     return error
 
 
 def test_values_are_the_defaults_or_take_their_type(capsys):
     assert settings() == DEFAULTS
     config = settings("--batch_size=3", "--learning_rate=1", "--compile=False", "--out_dir=a=b", "--batch_size=4")
-    assert config == {"batch_size": 4, "learning_rate": 1.0, "compile": False, "out_dir": "a=b"}
-    assert isinstance(config["learning_rate"], float)
+    assert repr(config) == "{'batch_size': 4, 'learning_rate': 1.0, 'compile': False, 'out_dir': 'a=b'}"
     for text in ("17", "None", "[1]", "x", "", "a b", "'out'"):
         assert settings(f"--out_dir={text}")["out_dir"] == text.strip("'"), "text stays text, without its quotes"
     capsys.readouterr()
@@ -142,10 +140,9 @@ data
 def test_help_shows_what_stands_beside_the_settings(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    shown = run(str(script), "--help").succeeded()
-    lines = shown.stdout.splitlines()
-    assert "--key=value" in lines[1]
-    assert [lines[0], "INTRODUCTION", *lines[2:]] == HELP.splitlines()
+    head, introduction, *lines = run(str(script), "--help").succeeded().stdout.splitlines()
+    assert "--key=value" in introduction
+    assert [head, "INTRODUCTION", *lines] == HELP.splitlines()
 
 
 EXPLAINED = {
@@ -210,8 +207,7 @@ def test_values_at_the_end_of_a_range_are_taken_and_an_integer_in_a_file_is_a_nu
         key, value = text.split("=")
         assert str(configure(declared(), [f"--{text}"])[key]) == value.strip("'")
     (tmp_path / "config.py").write_text("bucket = 3\n")
-    bucket = configure(declared(), [str(tmp_path / "config.py")])["bucket"]
-    assert (bucket, type(bucket)) == (3.0, float)
+    assert repr(configure(declared(), [str(tmp_path / "config.py")])["bucket"]) == "3.0"
 
 
 NANOGPT_DEFAULTS = {

@@ -10,6 +10,7 @@ import string
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import faults
 import pytest
@@ -18,8 +19,7 @@ from scripts import SIZES, events_of, run, torch_load
 
 from model import GPT, GPTConfig
 
-with open(os.path.join(ROOT, "CONTRIBUTING.md")) as file:
-    TEXT = file.read()
+TEXT = Path(ROOT, "CONTRIBUTING.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)  # language, content
 STEPS, WARM_UP, LR, MIN_LR = 6, 2, 1e-2, 1e-3
 TRAIN = [
@@ -106,9 +106,8 @@ def test_a_run_with_all_recipes(copy):
 def test_the_new_model_option_is_trained_planned_with_the_new_mode_and_kept_in_the_checkpoint(copy):
     flags = "--norm=rmsnorm", "--bias=True"
     logged = next(event for event in train(copy, *flags)[0] if "memory/predicted_peak_mb" in event)
-    process = run_copy(
-        copy, "plan.py", *TRAIN, *flags, "--world_size=2", "--gpu_memory_gb=0.0005", f"--json={copy / 'plan.json'}"
-    )
+    options = "--world_size=2", "--gpu_memory_gb=0.0005", f"--json={copy / 'plan.json'}"
+    process = run_copy(copy, "plan.py", *TRAIN, *flags, *options)
     assert re.search(r"^ *2  coded +\d", process.stdout, re.MULTILINE), process.stderr
     planned = json.loads((copy / "plan.json").read_text())["rows"][0]
     for part in ("parameters", "activations"):
@@ -117,17 +116,15 @@ def test_the_new_model_option_is_trained_planned_with_the_new_mode_and_kept_in_t
     without = sum(param.numel() for param in before.parameters()) - 32 * (2 * 2 + 1)
     assert planned["parameters"] == 4 * without, "no bias in any norm"
     resumed = run_copy(copy, "train.py", *TRAIN, "--bias=True", "--init_from=resume", f"--out_dir={copy / 'out'}")
-    assert "a resumed run uses the checkpoint's values: norm=rmsnorm (not layernorm)\n" in resumed.stdout, resumed.stderr
+    resumed.succeeded("a resumed run uses the checkpoint's values: norm=rmsnorm (not layernorm)\n")
 
 
 @pytest.mark.parametrize("implementation", ["--use_zero1=False", "--use_zero1=True"])
 def test_rotary_embeddings_leave_wpe_frozen(copy, implementation):
     """It has no gradient, which DistributedDataParallel would refuse if it were trained."""
     out = copy / "rotary"
-    flags = *TRAIN, "--positions=rotary"
-    run_copy(copy, "train.py", *flags, implementation, f"--out_dir={out}", ranks=2).succeeded()
-    weights = torch_load(out)["model"]
-    assert not weights["transformer.wpe.weight"].any()
+    run_copy(copy, "train.py", *TRAIN, "--positions=rotary", implementation, f"--out_dir={out}", ranks=2).succeeded()
+    assert not torch_load(out)["model"]["transformer.wpe.weight"].any()
     known = {key: value for event in events_of(out) for key, value in event.items()}
     assert known["memory/predicted_parameters_mb"] == pytest.approx(known["memory/measured_parameters_mb"])
     losses = [event["val/loss"] for event in events_of(out) if "val/loss" in event]
@@ -145,10 +142,9 @@ def test_the_new_mode_and_the_new_model_option_are_measured(copy):
 
 
 def test_the_new_settings_are_checked_and_explained(copy):
-    refused = run_copy(copy, "train.py", "--z_loss=-1")
-    assert (refused.returncode, refused.stderr) == (2, "error: z_loss=-1.0 must not be negative\n")
+    run_copy(copy, "train.py", "--z_loss=-1").refusal("error: z_loss=-1.0 must not be negative")
     refused = run_copy(copy, "train.py", *TRAIN, "--z_loss=0.1", "--loss_chunk=8")
-    assert (refused.returncode, refused.stderr.startswith("error: z_loss needs all logits, but loss_chunk=8")) == (2, True)
+    refused.refusal("error: z_loss needs all logits, but loss_chunk=8")
     shown = run_copy(copy, "train.py", "--help").stdout
     assert re.search(r"--z_loss=0.0 +weight of the squared log-partition function in the training loss; must not be", shown)
     assert re.search(r"--schedule='cosine' +after the warm-up; [^;]*;\s+one\s+of\s+cosine,\s+wsd,\s+linear\n", shown)
@@ -200,8 +196,7 @@ def test_another_optimizer_class_is_named_and_its_state_is_counted(copy, tmp_pat
     }.items():
         out = folder / flag
         process = run_copy(folder, "train.py", *TRAIN, *sizes, flag, "--log_interval=1", f"--out_dir={out}", ranks=2)
-        assert line in process.stdout, process.stderr
-        assert "WARNING" not in process.stdout
+        assert "WARNING" not in process.succeeded(line).stdout
         assert "| settings | optimizer=SignMomentum, " in (out / "report.md").read_text()
         known = {key: value for event in events_of(out) for key, value in event.items()}
         assert known["memory/predicted_state_mb"] == pytest.approx(known["memory/measured_state_mb"], rel=0.001)
@@ -214,5 +209,4 @@ def test_what_it_names_exists():
     pairs = re.findall(r"`(?:\w+\.)?(\w+)`\s+(?:of|in)\s+`([\w/]+\.py)`", TEXT)
     assert ("log_iteration", "run/meter.py") in pairs
     for name, path in pairs:
-        with open(os.path.join(ROOT, path)) as file:
-            assert re.search(rf"\b{name}\b", file.read()), f"{path} has no {name}"
+        assert re.search(rf"\b{name}\b", Path(ROOT, path).read_text()), f"{path} has no {name}"

@@ -62,8 +62,7 @@ def wrong_examples(folder):
 
 def evaluated(out, *arguments, ranks=0):
     process = run("evaluate.py", f"--out_dir={out}", "--device=cpu", *arguments, ranks=ranks).succeeded()
-    with open(out / report.EVALUATION) as file:
-        return json.load(file), process.stdout
+    return json.loads((out / report.EVALUATION).read_text()), process.stdout
 
 
 def losses_of(row, logits_of):
@@ -104,12 +103,9 @@ def test_figures_are_those_of_a_plain_count_on_any_number_of_ranks(trained):
         nats = sum(losses_of(window, lambda x: model(x, x)[0]).sum().item() for window in windows)
         right, right_norm = scored(examples, lambda text: [*map(LETTERS.index, text)], lambda x: model(x, x)[0], 17)
     size = len("".join(LETTERS[token] for token in tokens[1:]).encode())
-    expected = {
-        "evaluation/val_loss": nats / (len(tokens) - 1),
-        "evaluation/val_bits_per_byte": nats / math.log(2) / size,
-        "evaluation/hellaswag_acc": right / 50,
-        "evaluation/hellaswag_acc_norm": right_norm / 50,
-    }
+    figures = {"val_loss": nats / (len(tokens) - 1), "val_bits_per_byte": nats / math.log(2) / size}
+    figures |= {"hellaswag_acc": right / 50, "hellaswag_acc_norm": right_norm / 50}
+    expected = {f"evaluation/{key}": value for key, value in figures.items()}
     assert alone == pytest.approx(expected, abs=1e-6)
     for key, value in expected.items():
         assert f"{key:<32}{value:8.4f}  " in printed
@@ -123,11 +119,10 @@ def test_the_card_has_the_results_of_one_checkpoint(trained, tmp_path):
     assert [*only_val] == ["iter", "dataset", "evaluation/val_loss", "evaluation/val_bits_per_byte"]
     both, _ = evaluated(out, "--tasks=hellaswag", f"--hellaswag={folder / 'hellaswag.jsonl'}")
     assert only_val.items() < both.items(), "those of another task stay"
-    card = (out / report.NAME).read_text()
+    before, after = (out / report.NAME).read_text().split("## Evaluation")
     texts = [f"{key.partition('/')[2]} {value:.4f}" for key, value in both.items() if "/" in key]
-    assert card.startswith("# Report: ")
-    assert card.endswith(f"`\n\n## Evaluation\n\n{folder}, after 10 iterations: {', '.join(texts)}\n")
-    assert card.count("Evaluation") == 1
+    assert (before[:10], before[-3:]) == ("# Report: ", "`\n\n")
+    assert after == f"\n\n{folder}, after 10 iterations: {', '.join(texts)}\n"
     other = tmp_path / "other"
     other.mkdir()
     shutil.copy(folder / "meta.pkl", other)  # the training split is not needed
@@ -154,11 +149,9 @@ def test_hellaswag_of_a_gpt2_is_that_of_transformers(tmp_path, monkeypatch):
         right, right_norm = scored(examples_of(tmp_path / "examples.jsonl"), encoding.encode, lambda x: model(x).logits, 129)
     arguments = [f"--init_from={tmp_path / 'gpt2'}", "--tasks=hellaswag", f"--hellaswag={tmp_path / 'examples.jsonl'}"]
     process = run("evaluate.py", *arguments, "--device=cpu", ranks=2, cwd=tmp_path).succeeded()
-    found = dict(line.split()[:2] for line in process.stdout.splitlines() if line.startswith("evaluation/"))
-    assert found == {
-        "evaluation/hellaswag_acc": f"{right / 40:.4f}",
-        "evaluation/hellaswag_acc_norm": f"{right_norm / 40:.4f}",
-    }
+    found = [line.split()[:2] for line in process.stdout.splitlines() if line.startswith("evaluation/")]
+    kinds = {"acc": right, "acc_norm": right_norm}
+    assert found == [[f"evaluation/hellaswag_{kind}", f"{count / 40:.4f}"] for kind, count in kinds.items()]
     assert {path.name for path in tmp_path.iterdir()} == {"examples.jsonl", "gpt2"}, "a model without a run leaves no file"
 
 
@@ -184,15 +177,15 @@ def test_mistakes(data, trained, tmp_path):
     tokens = np.fromfile(folder / "val.bin", dtype=np.uint16)
     tokens[-1] = 60
     tokens.tofile(tmp_path / "data" / "val.bin")
-    refusal = run("evaluate.py", f"--out_dir={out}", f"--dataset={tmp_path / 'data'}", ranks=2).refusal()
-    assert "val.bin holds token 60, but the model's vocabulary has 29" in refusal, "one rank has found it"
+    process = run("evaluate.py", f"--out_dir={out}", f"--dataset={tmp_path / 'data'}", ranks=2)
+    process.refusal("val.bin holds token 60, but the model's vocabulary has 29")  # one rank has found it
 
 
 def test_a_model_that_computes_nan_gets_no_figures(trained, tmp_path):
     checkpoint = torch_load(trained[0])
     checkpoint["model"]["transformer.ln_f.weight"][0] = math.nan
     torch.save(checkpoint, tmp_path / "ckpt.pt")
-    assert "computes losses that are not finite" in run("evaluate.py", f"--out_dir={tmp_path}", "--device=cpu").refusal()
+    run("evaluate.py", f"--out_dir={tmp_path}", "--device=cpu").refusal("computes losses that are not finite")
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"]
 
 
@@ -208,5 +201,4 @@ def test_ranks_that_differ_are_refused(trained, tmp_path):
         ((faults.add_arguments, f"--dataset={tmp_path / 'data'}"), "rank 0 has val.bin="),
         ((os.chdir, tmp_path / "data"), "rank 0 has hellaswag=checksum "),
     ):
-        refused = run("evaluate.py", *both, cwd=folder, ranks=2, before=partial(faults.on_last_rank, *fault))
-        assert message in refused.refusal()
+        run("evaluate.py", *both, cwd=folder, ranks=2, before=partial(faults.on_last_rank, *fault)).refusal(message)

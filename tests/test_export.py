@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 from dataclasses import make_dataclass
 from functools import partial
 
@@ -145,8 +144,7 @@ def test_gpt2s_vocabulary(tmp_path, monkeypatch):
     make_run(tmp_path, 50304, False, characters="")
     folder, printed = export(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer(GPT2S_TEXT)["input_ids"] == tokens
-    assert tokenizer.decode(tokens) == GPT2S_TEXT
+    assert (tokenizer(GPT2S_TEXT)["input_ids"], tokenizer.decode(tokens)) == (tokens, GPT2S_TEXT)
     assert tokenizer.eos_token_id == transformers.GenerationConfig.from_pretrained(folder).eos_token_id == 50256
     assert "vocabulary: 50257 tokens of GPT-2 with their tokenizer; the 47 rows of padding stay" in printed
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
@@ -165,29 +163,25 @@ def test_a_gpt2_with_a_tokenizer_of_its_own(tmp_path):
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     sampling = f"--init_from={folder}", "--num_samples=1", "--max_new_tokens=9", "--device=cpu"
-    sampled = run("sample.py", *sampling, "--start=w3 w17").succeeded().stdout
-    assert re.fullmatch(r"w3 w17( w\d+){9}", sampled.splitlines()[-2])
+    assert re.fullmatch(r"w3 w17( w\d+){9}", run("sample.py", *sampling, "--start=w3 w17").succeeded().stdout.splitlines()[-2])
 
-    def refusal(script, *arguments, **how):
-        """The last line of stderr, where transformers shows progress, too."""
-        finished = run(script, *arguments, **how)
-        assert set(finished.returncodes) == {2}
-        return finished.stderr.splitlines()[-1]
+    def refused(message, *line, ranks=0):
+        run(*line, ranks=ranks).refusal(f"error: {message}", is_alone=False)  # transformers shows progress, too
 
-    assert "error: the tokenizer has no tokens for this text" in refusal("sample.py", *sampling, "--start=to be")
-    np.arange(2000, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    shutil.copy(tmp_path / "train.bin", tmp_path / "val.bin")
-    differs = f"error: dataset {tmp_path} has other tokens than the tokenizer in {folder}; "
+    refused("the tokenizer has no tokens for this text", "sample.py", *sampling, "--start=to be")
+    for split in ("train", "val"):
+        np.arange(2000, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
+    differs = f"dataset {tmp_path} has other tokens than the tokenizer in {folder}; "
     flags = f"--init_from={folder}", f"--dataset={tmp_path}", "--device=cpu"
-    assert differs in refusal("evaluate.py", *flags, ranks=2)
-    assert differs in refusal("train.py", *flags, "--block_size=8", f"--out_dir={tmp_path / 'out'}")
+    refused(differs, "evaluate.py", *flags, ranks=2)
+    refused(differs, "train.py", *flags, "--block_size=8", f"--out_dir={tmp_path / 'out'}")
     write_meta(tmp_path, [f"w{token}" for token in range(9)])
     check_tokenizer(str(folder), load_meta(str(tmp_path)), str(tmp_path))
     write_meta(tmp_path, "ab")
     with pytest.raises(DataError, match="has other tokens than the tokenizer in"):
         check_tokenizer(str(folder), load_meta(str(tmp_path)), str(tmp_path))
     (folder / "tokenizer.json").write_text("{}")
-    assert f"error: cannot read the tokenizer in {folder} (" in refusal("sample.py", *sampling)
+    refused(f"cannot read the tokenizer in {folder} (", "sample.py", *sampling)
     (folder / "tokenizer.json").unlink()
     assert tokenizer_of(str(folder)) is None, "its settings alone are no tokenizer"
 
@@ -203,10 +197,8 @@ def test_padding_is_not_generated(exported):
 
 def test_without_a_tokenizer(exported):
     """Of syllables, or numbers without texts; that of GPT-2 is missing without a network."""
-    for name, vocabulary in {
-        "syllables": "2 tokens without a tokenizer",
-        "GPT-2's": "50257 tokens of GPT-2 without the tokenizer, which tiktoken could not get (",
-    }.items():
+    gpt2s = "50257 tokens of GPT-2 without the tokenizer, which tiktoken could not get ("
+    for name, vocabulary in (("syllables", "2 tokens without a tokenizer"), ("GPT-2's", gpt2s)):
         folder, _, printed = exported[name]
         assert f"vocabulary: {vocabulary}" in printed
         assert sorted(os.listdir(folder)) == ["config.json", "generation_config.json", "model.safetensors"]
@@ -258,11 +250,10 @@ def test_refusals(tmp_path):
     }
     before = sorted(os.listdir(tmp_path))
     check_mistakes("export.py", [f"--out_dir={tmp_path}"], mistakes, limit=10_000)
-    for out_dir, fault, message in (
-        (tmp_path, partial(faults.without_module, "transformers"), "pip install -e '.[gpt2]'"),
-        (tmp_path / "rotary", models_with_an_option, "GPT2LMHeadModel has no positions=rotary"),
-    ):
-        assert message in run("export.py", f"--out_dir={out_dir}", new, before=fault).refusal()
+    without_library = partial(faults.without_module, "transformers")
+    run("export.py", f"--out_dir={tmp_path}", new, before=without_library).refusal("pip install -e '.[gpt2]'")
+    rotary = run("export.py", f"--out_dir={tmp_path / 'rotary'}", new, before=models_with_an_option)
+    rotary.refusal("GPT2LMHeadModel has no positions=rotary")
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -277,9 +268,8 @@ def test_a_link_or_the_working_folder_gets_the_files_and_the_previous_checkpoint
     before = {path.name for path in tmp_path.iterdir()}
     folders = "\n".join(f"--to={path}" for path in (".", tmp_path / "to_empty", tmp_path / "to_new"))
     each = partial(faults.run_each, f"{ROOT}/export.py")
-    process = run("export.py", f"--out_dir={tmp_path}", folders, cwd=tmp_path / "working", before=each).succeeded()
-    assert process.stderr.count("WARNING: ") == process.stderr.count("ckpt_prev.pt, the previous checkpoint") == 3
-    assert "exit code" not in process.stderr
+    said = run("export.py", f"--out_dir={tmp_path}", folders, cwd=tmp_path / "working", before=each).succeeded().stderr
+    assert [said.count(text) for text in ("WARNING: ", "ckpt_prev.pt, the previous checkpoint", "exit code")] == [3, 3, 0]
     assert {path.name for path in tmp_path.iterdir()} == before | {"new"}
     for name in ("working", "empty", "new"):
         assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).config.n_layer == 3

@@ -98,14 +98,14 @@ def test_an_evaluation_computes_no_gradients_and_a_second_backward_is_refused():
         assert not model(tokens, tokens)[1].requires_grad
     loss = model(tokens, tokens)[1]
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="one backward, without create_graph; use loss_chunk=0"):
+    once = "one backward, without create_graph; use loss_chunk=0"
+    with pytest.raises(RuntimeError, match=once):
         loss.backward()
-    with pytest.raises(RuntimeError, match="one backward, without create_graph; use loss_chunk=0"):  # for a gradient penalty
+    with pytest.raises(RuntimeError, match=once):  # for a gradient penalty
         torch.autograd.grad(model(tokens, tokens)[1], model.transformer.wpe.weight, create_graph=True)
+    loss_of = torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (tokens, tokens))[1])
     with pytest.raises(ValueError, match=r"loss_chunk has no gradients for torch.func \(grad, vmap, ...\); use loss_chunk=0"):
-        torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (tokens, tokens))[1])(
-            dict(model.named_parameters())
-        )
+        loss_of(dict(model.named_parameters()))
     assert model(tokens)[0].shape == (1, 1, SIZES.vocab_size), "sampling needs logits"
 
 

@@ -60,8 +60,7 @@ def rows_of(path):
 
 def test_the_state_is_that_of_the_optimizer_that_build_chooses(monkeypatch):
     before = row(2)["state"]
-    sgd = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
-    monkeypatch.setattr("forecast.run_memory.optimizer_of", lambda *_, **adamw: sgd)
+    monkeypatch.setattr("forecast.run_memory.optimizer_of", lambda *_, **adamw: (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}))
     assert 2 * row(2)["state"] == before
 
 
@@ -89,8 +88,7 @@ def test_the_first_figures_of_the_readme(monkeypatch, row, modes, arguments):
 def planned(data, tmp_path_factory):
     """What one run printed, and its rows."""
     folder = tmp_path_factory.mktemp("plan")
-    world_sizes = ",".join(map(str, WORLD_SIZES))
-    flags = f"--world_size={world_sizes}", "--gpu_memory_gb=0.001", f"--json={folder / 'plan.json'}"
+    flags = f"--world_size={','.join(map(str, WORLD_SIZES))}", "--gpu_memory_gb=0.001", f"--json={folder / 'plan.json'}"
     return plan(f"--dataset={data}", *SETTINGS, *flags), rows_of(folder / "plan.json")
 
 
@@ -100,19 +98,13 @@ def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
     rows_of_size = {1: [*ALONE, *OTHERS], 2: [*SMALL_BUCKETS, *OTHERS]}
     rows_of_size[8] = [mode for mode in rows_of_size[2] if mode not in IN_PLACE]  # 6 micro-steps of all ranks
     expected = [(size, mode) for size in WORLD_SIZES for mode in rows_of_size[size]]
-    assert [(int(size), mode) for size, mode in lines] == expected
-    assert list(rows) == expected
+    assert [(int(size), mode) for size, mode in lines] == list(rows) == expected
     chosen = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w+ \*", line)]
     assert chosen == [("1", "adamw"), ("2", "sharded"), ("8", "sharded")]
-    verdicts = re.findall(r"^ *(\d+) ranks? +peak .*", printed, re.MULTILINE)
-    assert verdicts == [str(size) for size in WORLD_SIZES]
-    assert re.search(
-        r"^ *8 ranks  peak .*; train.py needs --batch_size=2 --gradient_accumulation_steps=8 for it "
-        r"\(a global batch of 16 sequences in place of 12, 33.3% more\), as assumed here$",
-        printed,
-        re.MULTILINE,
-    )
-    assert printed.count("; train.py needs --") == 1, "6 micro-steps are enough for 1 and 2 ranks"
+    assert re.findall(r"^ *(\d+) ranks? +peak .*", printed, re.MULTILINE) == [str(size) for size in WORLD_SIZES]
+    more = "--batch_size=2 --gradient_accumulation_steps=8 for it (a global batch of 16 sequences in place of 12, 33.3% more)"
+    needs = re.findall(r"^ *(\d+) ranks?  peak .*; train.py needs (--.*), as assumed here$", printed, re.MULTILINE)
+    assert needs == [("8", more)], "6 micro-steps are enough for 1 and 2 ranks"
     assert "\nnote: without effect on 1 rank: bucket_mb=0.02, use_zero1=True\n" in printed
     header, units = re.search(r"^(ranks  mode  .*)\n(.*)$", printed, re.MULTILINE).groups()
     assert header.split()[:3] == ["ranks", "mode", "parameters"]
@@ -129,11 +121,8 @@ def test_the_rows_are_what_bench_predicts_for_the_rank_with_the_most_state(plann
         state = [sum(slice_.numel for slice_ in result.plan.slices(rank)) for rank in range(result.plan.world_size)]
         expected = {
             **result.at("accumulating" if world_size < 6 else "before step"),
-            "buckets": result.largest_buckets,
-            "activations": result.activations.saved,
-            "peak": result.peak,
-            "sent": sum(result.sent.values()),
-            "saving_on_cpu": 0,
+            **{"buckets": result.largest_buckets, "activations": result.activations.saved, "peak": result.peak},
+            **{"sent": sum(result.sent.values()), "saving_on_cpu": 0},
             "state_to_mean": pytest.approx(max(state) * len(state) / sum(state)),
         }
         assert row | expected == row, (world_size, mode)
@@ -173,15 +162,8 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(memory_mb):
 
 def test_the_largest_batch_of_a_gpu_fits_though_its_allocator_rounds():
     """Rounded, activations are no convex function of the batch size."""
-    settings = {
-        "device": "cuda",
-        "dtype": "bfloat16",
-        "compile": True,
-        "use_zero1": False,
-        "gpu_memory_gb": 10.0,
-        "batch_size": 1,
-    }
-    one = planner(GPTConfig(**GPT2_SIZES["gpt2"], bias=False), **settings)
+    config = GPTConfig(**GPT2_SIZES["gpt2"], bias=False)
+    one = planner(config, device="cuda", dtype="bfloat16", compile=True, use_zero1=False, gpu_memory_gb=10.0, batch_size=1)
     choice = one.chosen(1)
     largest = one.largest_batch(choice, 1)
     for batch_size, fits in ((largest, True), (largest + 1, False)):
@@ -319,11 +301,9 @@ def test_a_prepared_dataset_is_checked_as_in_a_run(data):
 def test_a_background_save_takes_a_copy_while_training_goes_on():
     numel = sum(spec.numel for spec in gpt_specs(CONFIG))
     saved = row(2, async_save=True)
-    assert (
-        saved["saving"] - saved["peak"] == saved["saving_on_cpu"] == pytest.approx(8 * numel, rel=0.01)
-    )  # weights, moments / 2
-    masters = row(2, async_save=True, param_dtype="bfloat16")
-    assert masters["saving_on_cpu"] == pytest.approx(6 * numel, rel=0.01)
+    copy = pytest.approx(8 * numel, rel=0.01)  # weights, moments / 2
+    assert saved["saving"] - saved["peak"] == saved["saving_on_cpu"] == copy
+    assert row(2, async_save=True, param_dtype="bfloat16")["saving_on_cpu"] == pytest.approx(6 * numel, rel=0.01)
     assert row(2)["saving_on_cpu"] == 0
     on_gpu = row(2, async_save=True, device="cuda")
     assert on_gpu["saving"] == on_gpu["peak"]

@@ -1,4 +1,4 @@
-"""charts/runs.py, lines.py: what the pictures show is what metrics.jsonl holds."""
+"""charts/: the pictures show what metrics.jsonl and results.json hold; what the names of runs are."""
 
 from itertools import pairwise
 
@@ -6,7 +6,12 @@ import pytest
 from logged import MB, bars, curve, drawn, events, layers, notes, rows, write_run
 from scripts import events_of
 
+from benchmarks.results import CHARTS as OF_RESULTS
+from charts.bars import memory_chart, time_chart
+from charts.differences import differences, in_common, names
 from charts.lines import MOST_POINTS, Run, look
+from charts.style import MEMORY, save
+from forecast import modes
 from run.metrics import METRICS, SECTIONS, Metric
 
 SAME = {"dataset": "d", "learning_rate": 0.1, "world_size": 2}
@@ -78,8 +83,7 @@ def test_how_far_losses_are_from_those_of_the_first_run_and_their_dashes(runs, c
     assert below[1] == 0, "the lower line is not dashed"
     assert above[0] == above[1] > 0, "the upper line shows as much of the lower line as of itself"
     changed = [event | ({"iter/loss": 3.5} if event.get("iter/loss") == 4.0 - 3 / 100 else {}) for event in events("adamw")]
-    other = write_run(tmp_path / "other", changed, implementation="adamw", **SAME | {"learning_rate": 0.2})
-    found = drawn([*runs, other])
+    found = drawn([*runs, write_run(tmp_path / "other", changed, implementation="adamw", **SAME | {"learning_rate": 0.2})])
     assert curve(found[APART], 2, "difference") == [(at, pytest.approx(0.47 if at == 3 else 0)) for at in range(12)]
     assert notes(found[APART]) == ("sharded, learning_rate=0.1: none; adamw, learning_rate=0.2: at most 0.47, at iteration 3")
     assert layers(found[LOSSES], "line")[1]["strokeDash"]["scale"]["range"][2] == [1, 0], "it is not equal to the first one"
@@ -167,3 +171,109 @@ def test_figures_of_a_resumed_run_are_those_of_its_last_part():
     run = Run("", "", {"parts": parts}, curves)
     assert [run.get(key, max) for key in curves] == [5.0, None, 3.0]
     assert [run._replace(facts={}).get(key, max) for key in curves] == [9.0, 2.0, 3.0]
+
+
+BASE = {
+    **{"out_dir": "out", "dataset": "d", "batch_size": 4, "gradient_accumulation_steps": 2, "dropout": 0.0, "seed": 1},
+    **{"learning_rate": 0.001, "n_layer": 2, "use_zero1": True, "zero1_impl": "sharded", "shard_gradients": False},
+    **{"param_dtype": "float32", "max_iters": 100, "implementation": "sharded", "world_size": 2, "micro_steps": 1},
+    **{"git_commit": "abc", "parameters": 800_000, "state": "ended"},
+}
+ADAMW = BASE | {"implementation": "adamw", "use_zero1": False}
+
+
+def named(*facts):
+    return names(facts, [f"runs/x{place}" for place in range(len(facts))])
+
+
+def test_a_name_is_what_differs():
+    assert named(BASE, ADAMW) == ["sharded", "adamw"]
+    assert named(BASE | {"learning_rate": 3e-4}, BASE) == ["learning_rate=0.0003", "learning_rate=0.001"]
+    one_rank = ADAMW | {"dataset": "other", "world_size": 1, "micro_steps": 2, "out_dir": "b"}
+    assert named(one_rank, ADAMW) == ["dataset=other, 1 rank", "dataset=d, 2 ranks"]
+    flags = [f"sharded, shard_gradients={value}" for value in (False, True)]
+    assert named(BASE, BASE | {"shard_gradients": True}, ADAMW) == [*flags, "adamw"]
+
+
+def test_what_runs_have_in_common_and_what_is_no_difference():
+    assert in_common([BASE, ADAMW]) == ["d", "0.80M parameters", "2 ranks"]
+    assert in_common([BASE]) == ["d", "0.80M parameters", "sharded", "2 ranks"]
+    assert in_common([{}, BASE]) == []
+    same = {"out_dir": "y", "wandb_run_name": "b", "state": "killed", "init_from": "resume", "parts": []}
+    assert differences([BASE, BASE | same]) == [{}, {}]
+    older = {key: value for key, value in BASE.items() if key != "seed"}  # its run.json does not have all settings
+    assert differences([BASE, older]) == [{}, {}]
+
+
+def test_a_name_has_four_differences_and_the_table_all():
+    first = BASE | {"sample_interval": 0}
+    second = BASE | {"dataset": "e", "learning_rate": 0.1, "n_layer": 3, "batch_size": 5, "seed": 2, "sample_interval": 3}
+    different = "dataset", "sample_interval", "batch_size", "n_layer", "learning_rate", "seed"
+    assert differences([first, second])[1] == {key: f"{key}={second[key]}" for key in different}
+    assert named(first, second)[1] == "dataset=e, sample_interval=3, batch_size=5, n_layer=3", "in the order of train.py"
+
+
+def test_runs_with_the_same_name_have_their_folder():
+    assert named(BASE, BASE, ADAMW) == ["sharded, runs/x0", "sharded, runs/x1", "adamw"]
+    assert named(BASE, BASE) == named(BASE, {}) == named({}, {}) == ["runs/x0", "runs/x1"]
+    assert named(BASE) == ["runs/x0"]
+
+
+MODES = ("sharded", "adamw")
+PARTS = {"parameters": 6e9, "gradients": 5e9, "state": 4e9, "master": 3e9, "buckets": 2e9, "activations": 1e9}
+TIMES = {"forward and backward, ms": 80.0, "optimizer, ms": 15.0, "exposed communication, ms": 15.0, "ms per step": 100.0}
+ROUNDS = {"rounds, ms": [90.0, 100.0, 130.0], "ratio": 0.966, "ratio, quartiles": [0.91, 1.02]}
+MEASURED = "gpt2, 2 ranks; cpu; 2026-11-23"
+AFTER_INIT = {"point": "after init", "total": 6e9, "parameters": 6e9}
+PEAK = {"point": "peak", "total": 22e9, "rest": 1e9, **PARTS, "predicted": 21e9}
+CHARTS = {  # how it is drawn, and the rows
+    "memory": (memory_chart, [{"mode": mode, **row} for mode in MODES for row in (AFTER_INIT, PEAK)]),
+    "time": (time_chart, [{"mode": mode, "block_size": size, **TIMES, **ROUNDS} for size in (1024, 64) for mode in MODES]),
+    "training": (OF_RESULTS["training"], [
+        {"mode": "adamw", "peak": 4e9, "losses": [3.0, 2.5, 2.0], "largest difference": 0.0},
+        {"mode": "sharded", "peak": 3e9, "losses": [3.0, 2.0, 2.125], "largest difference": 0.5},
+    ]),
+}  # fmt: skip
+
+
+def panels(chart):
+    """The rows of each panel of bars, by its title."""
+    spec = chart.to_dict(validate=False)  # saving does
+    drawn = [panel for panel in spec.get("concat", spec.get("hconcat")) if "layer" in panel]
+    data = [panel.get("data", spec.get("data"))["name"] for panel in drawn]  # Altair lifts the data of a single panel
+    return {panel["title"]["text"]: spec["datasets"][name] for panel, name in zip(drawn, data, strict=True)}
+
+
+WHOLE = "parameters 6 gradients 5 optimizer state 4 master weights 3 communication buffers 2 activations 1"
+TIMED = "forward and backward 72.7273 optimizer 13.6364 exposed communication 13.6364 o 90.0 o 100.0 o 130.0"
+LARGEST = f"{WHOLE} temporary tensors 1"
+DRAWN = {  # the medians of the parts of a step add up to 110 ms, and that of the whole is 100 ms
+    "memory": {mode: [f"after init: {WHOLE[:12]} = 6.00", f"peak of training: {LARGEST} | 21.0 = 22.0"] for mode in MODES},
+    "time": {f"{size} tokens": [f"sharded: {TIMED} = 100 ms", f"adamw: {TIMED} = 0.97x (0.91 to 1.02)"] for size in (64, 1024)},
+    "training": {
+        "Peak of memory while training, per rank": [
+            f"{modes.MODES['adamw'].label}: adamw 4 = 4.00 GB",
+            f"{modes.MODES['sharded'].label}: sharded 3 = 3.00 GB (-25%)",
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CHARTS)
+def test_bars_are_the_rows_in_order_and_the_picture_says_what_was_measured(kind, tmp_path):
+    draw, rows = CHARTS[kind]
+    chart, path = draw(rows, MEASURED), tmp_path / "new folder" / f"{kind}.png"
+    found = panels(chart)
+    assert {title: bars(None, rows) for title, rows in found.items()} == DRAWN[kind]
+    assert list(found) == list(DRAWN[kind])
+    assert chart.to_dict()["title"]["subtitle"][0] == MEASURED
+    save(chart, str(path))
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n")
+    assert 1500 < int.from_bytes(content[16:20]) < 2500
+
+
+def test_parts_and_modes_have_names_and_colours_of_their_own():
+    for pairs in (list(MEMORY.values()), [(mode.label, mode.colour) for mode in modes.MODES.values()]):
+        labels, colours = zip(*pairs, strict=True)
+        assert len(set(labels)) == len(set(colours)) == len(pairs)

@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from unittest import mock
 
 import pytest
 import wandb
@@ -53,18 +54,16 @@ def server(monkeypatch):
 
 def contents(panels):
     """Title, kind and keys of each panel."""
-    found = []
     for panel in panels:
         config = panel["config"]
         keys = config.get("metrics") or [config["panel2Config"]["exp"]["fromOp"]["inputs"]["key"]["val"]]
-        found.append((config.get("chartTitle"), panel["viewType"], keys))
-    return found
+        yield config.get("chartTitle"), panel["viewType"], keys
 
 
 def test_the_workspace_has_the_charts_of_the_metrics_by_implementation(server):
     workspace.publish("gpt", None)
     whole, sections = server.specs()
-    found = {name: contents(section["panels"]) for name, section in sections.items()}
+    found = {name: list(contents(section["panels"])) for name, section in sections.items()}
     assert list(found) == [name for name, metrics in SECTIONS.items() if metrics]
     shown = {key for panels in found.values() for _, _, keys in panels for key in keys}
     assert shown - METRICS.keys() == set()
@@ -99,8 +98,7 @@ def test_the_project_of_an_entity(server):
         assert [view["name"] for view in server.views if view["entityName"] == owner] == [f"nw-{name}-v"]
 
 
-def unreachable():
-    raise wandb.errors.AuthenticationError("cannot connect\nin many lines")
+UNREACHABLE = mock.Mock(side_effect=wandb.errors.AuthenticationError("cannot connect\nin many lines"))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +106,7 @@ def unreachable():
     [
         ("gtp", {}, "^there is no project me/gtp in wandb; check --project and --entity, or first train with --wandb_log="),
         ("gpt", {"login": lambda prompt, verify: prompt or verify}, "^there is no wandb login, or WANDB_MODE is offline; run "),
-        ("gpt", {"Api": unreachable}, "^wandb: cannot connect; check the network and `wandb login`, then this command again$"),
+        ("gpt", {"Api": UNREACHABLE}, "^wandb: cannot connect; check the network and `wandb login`, then this command again$"),
     ],
 )
 def test_what_is_missing_is_named(project, changed, message, server, monkeypatch):

@@ -46,9 +46,7 @@ def test_a_full_disk_leaves_the_dataset_of_before(folder, tmp_path, name, tiktok
     prepare(folder / name, tmp_path / "one.txt").succeeded()
     before = contents(folder / name)
     full = prepare(folder / name, tmp_path / "two.txt", limit=2**16)  # val.bin fits, train.bin does not
-    assert full.returncode == 2
-    assert full.stderr.splitlines()[-1].startswith("error: cannot write ")
-    assert "train.bin: File too large; the files of before are unchanged" in full.stderr
+    full.refusal("error: cannot write ", "train.bin: File too large; the files of before are unchanged", is_alone=False)
     assert contents(folder / name) == before
 
 
@@ -114,10 +112,9 @@ DOCUMENTS = {  # name of a file: its content, and the documents or an error
     "damaged.txt.gz": (gzip.compress(LINES * 99)[:20] + b"xxxxxxxx" + gzip.compress(LINES * 99)[28:], "cannot read"),
     "latin.txt": ("é".encode("latin-1"), "cannot read"),
     "zip.txt": (b"PK\3\4\xff\xff", "cannot read"),
-    **dict.fromkeys(
-        ("a.csv", "a.tsv", "a.zst", "a.npy", "a.parquet.gz", "a.xlsx"), (b"text\none\n", "a file of documents ends in")
-    ),
 }
+OTHERS = "a.csv", "a.tsv", "a.zst", "a.npy", "a.parquet.gz", "a.xlsx"
+DOCUMENTS |= dict.fromkeys(OTHERS, (b"text\none\n", "a file of documents ends in"))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -162,10 +159,10 @@ def test_local_texts(folder, tmp_path):
     (tmp_path / "short.txt").write_text("a")
     chars, code = folder / "shakespeare_char", folder / "stdlib_char"
     short = prepare(chars, tmp_path / "short.txt")
-    assert short.refusal() == "error: a text of 1 characters is too short to train and validate on; give a longer one"
+    short.refusal("error: a text of 1 characters is too short to train and validate on; give a longer one")
     assert not contents(chars)
-    printed = prepare(chars, tmp_path / "windows.txt").stdout
-    assert f"note: {tmp_path}/windows.txt has 50 carriage returns, which become tokens" in printed
+    windows = prepare(chars, tmp_path / "windows.txt")
+    windows.succeeded(f"note: {tmp_path}/windows.txt has 50 carriage returns, which become tokens")
     assert sorted(vocabulary.load_meta(str(chars))["stoi"]) == ["\n", "\r", "a", "b"]
     prepare(code, "code.txt", cwd=tmp_path).succeeded()
     data = Dataset(str(code), block_size=8)
@@ -200,22 +197,18 @@ def test_documents_without_tokens_leave_the_dataset_of_before(folder, tmp_path, 
     (tmp_path / "single.txt").write_text("one document\n")
     prepare(folder / name, tmp_path / "good.txt").succeeded()
     before = contents(folder / name)
-    refused = prepare(folder / name, tmp_path / "blanks.txt")
-    assert refused.returncode == 2
-    [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
     document = "document 3" if name == "openwebtext" else f"{tmp_path}/blanks.txt"
-    assert line.startswith(f"error: tiktoken cannot tokenize {document}, of ")
-    assert "it has 1,000,00" in line
+    refused = prepare(folder / name, tmp_path / "blanks.txt")
+    refused.refusal(f"error: tiktoken cannot tokenize {document}, of ", "it has 1,000,00", is_alone=False)
     if name == "openwebtext":
-        assert "give at least two" in prepare(folder / name, tmp_path / "single.txt").stderr
+        prepare(folder / name, tmp_path / "single.txt").refusal("give at least two", is_alone=False)
     assert contents(folder / name) == before
 
 
 def test_offline_download_says_where_the_file_goes(folder, monkeypatch):
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    line = prepare(folder / "shakespeare_char").refusal()
-    assert "https://raw.githubusercontent.com/karpathy/char-rnn" in line
-    assert str(folder / "shakespeare_char" / "input.txt") in line
+    source, copy = "https://raw.githubusercontent.com/karpathy/char-rnn", folder / "shakespeare_char" / "input.txt"
+    prepare(folder / "shakespeare_char").refusal(source, str(copy))
     assert os.listdir(folder / "shakespeare_char") == ["prepare.py"]
 
 

@@ -12,8 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from scripts import FEW, SETTINGS, Forked, run, torch_load, train
-from toy import assert_equal
+from scripts import FEW, Forked, run, torch_load, training
 
 from data import common
 from data.dataset import Dataset
@@ -49,8 +48,7 @@ def write_shards(folder, tokens, number, formats, val=range(1000)):
     cuts[0], cuts[-1] = 0, len(tokens)
     os.makedirs(folder, exist_ok=True)
     for i, (begin, end) in enumerate(pairwise(cuts)):
-        content = FORMATS[formats][i % len(FORMATS[formats])](tokens[begin:end])
-        (folder / f"text_train_{i + 1:06d}.bin").write_bytes(content)
+        (folder / f"text_train_{i + 1:06d}.bin").write_bytes(FORMATS[formats][i % len(FORMATS[formats])](tokens[begin:end]))
     (folder / "text_val_000000.bin").write_bytes(FORMATS[formats][0](val))
     return str(folder)
 
@@ -184,8 +182,7 @@ def test_the_fingerprint_names_files_and_reads_a_part(tmp_path, monkeypatch):
     checksum = zlib.crc32
     monkeypatch.setattr(zlib, "crc32", lambda content, value=0: read.append(len(content)) or checksum(content, value))
     first = fingerprint("same")
-    assert len(first) == 11
-    assert sum(read) == 10 * 4 + 40
+    assert (len(first), sum(read)) == (11, 10 * 4 + 40)
     assert first == fingerprint("again") == fingerprint("between", 100)
     assert fingerprint("two", files=2) != fingerprint("the end of one of two", 1500, files=2), "two pieces of each"
     assert [name for name, value in fingerprint("other", 301).items() if value != first[name]] == ["text_train_000002.bin"]
@@ -204,31 +201,13 @@ def test_sequences_of_200_shards_are_those_of_one_file(tmp_path, formats):
     assert np.array_equal(shards.batch("train", offsets), one.batch("train", offsets))
 
 
-def test_two_ranks_that_are_stopped_and_resumed_train_as_if_nothing_had_happened(data, tmp_path):
-    """Through two and a half epochs, stopped in the middle of one."""
-    tokens, val = (np.fromfile(os.path.join(data, f"{split}.bin"), np.uint16) for split in ("train", "val"))
-    folder = write_shards(tmp_path / "d", tokens[: 100 * 16], 7, "mixed", val)
-    shutil.copy(os.path.join(data, "meta.pkl"), folder)
-    few = FEW, "--batch_size=6"
-    expected = train(tmp_path / "whole", folder, *few, ranks=2)
-    train(tmp_path / "out", folder, *few, "--max_iters=10", ranks=2)
-    resumed = train(tmp_path / "out", folder, *few, "--init_from=resume", ranks=2)
-    assert sorted(resumed[0]) == list(range(20))
-    assert resumed[:2] == expected[:2]
-    assert_equal(torch_load(tmp_path / "out")["model"], torch_load(tmp_path / "whole")["model"])
-
-
 def test_a_file_that_is_rewritten_in_place_ends_a_run_with_one_line(data, tmp_path):
     """Where it was mapped into memory, the process ended by SIGBUS, without a word."""
     folder, out = shutil.copytree(data, tmp_path / "own"), tmp_path / "out"
-    flags = FEW, f"--dataset={folder}", f"--out_dir={out}", "--max_iters=100000", "--eval_interval=4"
-    with Forked("train.py", *SETTINGS, *flags) as started:
+    with Forked(*training(out, folder, FEW, "--max_iters=100000", "--eval_interval=4")) as started:
         started.wait_for("iter 8:")
         os.truncate(folder / "train.bin", 1000)
-        finished = started.finish()
-    assert finished.returncodes == [2]
-    assert finished.stderr.strip() == f"error: {folder}/train.bin was cut off or rewritten while it was read; " + (
-        "prepare it again, and resume the run"
-    )
+        why, remedy = "was cut off or rewritten while it was read", "prepare it again, and resume the run"
+        assert started.finish().refusal() == f"error: {folder}/train.bin {why}; {remedy}"
     assert json.loads((out / "run.json").read_text())["state"] == "failed"
     assert torch_load(out)["iter_num"] >= 8

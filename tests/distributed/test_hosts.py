@@ -12,7 +12,7 @@ import faults
 import pytest
 import torch
 from hosts import make_hosts, why_not
-from scripts import ROOT, SETTINGS, Forked, events_of, run, torch_load
+from scripts import ROOT, Forked, events_of, run, torch_load, training
 
 from model import GPT, GPTConfig
 
@@ -55,19 +55,17 @@ def on_hosts(data, tmp_path_factory):
     @cache
     def on_hosts(implementation, number, ranks_per_host, rendezvous=None):
         out, payloads = tmp_path_factory.mktemp("out"), defaultdict(list)
-        arguments = [*SIZES, f"--dataset={data}", f"--out_dir={out}", *ARGUMENTS[implementation]]
+        line = training(out, data, *SIZES, *ARGUMENTS[implementation])
         with make_hosts(number) as hosts:
             if rendezvous:
-                launch = [RENDEZVOUS[rendezvous].format(host.number).split() for host in hosts]
-                script = os.path.join(ROOT, "train.py"), *SETTINGS, *arguments
-                lines = [[sys.executable, "-m", "torch.distributed.run", *options, *script] for options in launch]
-                for job in [host.start(*line) for host, line in zip(hosts, lines, strict=True)]:
+                torchrun, script = [sys.executable, "-m", "torch.distributed.run"], [os.path.join(ROOT, line[0]), *line[1:]]
+                launches = [RENDEZVOUS[rendezvous].format(host.number).split() for host in hosts]
+                for job in [host.start(*torchrun, *how, *script) for host, how in zip(hosts, launches, strict=True)]:
                     printed, _ = job.communicate(timeout=200)
                     assert job.returncode == 0, printed
                 return out, None
             before = on(hosts, ranks_per_host, faults.print_bytes_sent, FIRST, LAST)
-            how = {"ranks": number * ranks_per_host, "before": before}
-            printed = run("train.py", *SETTINGS, *arguments, **how).succeeded().stdout
+            printed = run(*line, ranks=number * ranks_per_host, before=before).succeeded().stdout
         for host, sent, packets in sorted(re.findall(r"counted (\w+) (\d+) (\d+)", printed)):
             payloads[host].append(int(sent) - HEADERS * int(packets))
         return out, [(max(counted) - min(counted)) / (LAST - FIRST) for counted in payloads.values()]
@@ -110,15 +108,15 @@ def test_hosts_train_exactly_as_one_and_send_what_the_arithmetic_says(on_hosts, 
 def test_wrong_input_on_one_host_ends_all_and_each_host_says_why(data):
     with make_hosts(2) as hosts:
         before = on(hosts, 1, faults.add_arguments_by_rank, {1: ["--n_layer=two"]})
-        process = run("train.py", *SETTINGS, f"--dataset={data}", "--out_dir=out", ranks=2, before=before)
+        process = run(*training("out", data), ranks=2, before=before)
     assert process.returncodes == [2, 2], process.stderr
     assert process.stderr.count("error: n_layer='two' in --n_layer=two is text") == 2, process.stderr
 
 
 @pytest.mark.slow("waits for timeouts of the store", seconds=11)
 def test_a_frozen_host_that_holds_the_store_ends_the_others(data, tmp_path):
-    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=100000", "--dist_timeout_s=4"]
-    with make_hosts(2) as hosts, Forked("train.py", *arguments, ranks=2, before=on(hosts, 1, faults.add_arguments)) as job:
+    line = training(tmp_path, data, "--max_iters=100000", "--dist_timeout_s=4")
+    with make_hosts(2) as hosts, Forked(*line, ranks=2, before=on(hosts, 1, faults.add_arguments)) as job:
         job.wait_for("iter 20:")
         os.kill(job.pids[0], signal.SIGSTOP)
         job.processes[1].join(30)
@@ -129,11 +127,10 @@ def test_a_frozen_host_that_holds_the_store_ends_the_others(data, tmp_path):
 @pytest.mark.slow("a link that is slowed down", seconds=31)
 @pytest.mark.parametrize("implementation", ["adamw", "sharded"])
 def test_a_slow_link_makes_no_rank_look_slow(data, implementation, tmp_path):
-    arguments = [*SIZES, "--gradient_accumulation_steps=3", *ARGUMENTS[implementation]]
+    line = training(tmp_path, data, *SIZES, "--gradient_accumulation_steps=3", *ARGUMENTS[implementation])
     with make_hosts(3) as hosts:
         hosts[1].set_rate(10)
-        how = {"ranks": 3, "before": on(hosts, 1, faults.measure_every, 1)}
-        run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *arguments, **how).succeeded()
+        run(*line, ranks=3, before=on(hosts, 1, faults.measure_every, 1)).succeeded()
     measured = [event for event in events_of(tmp_path) if "time/slowest_rank" in event]
     assert statistics.median(event["comm/exposed_percent"] for event in measured) > 50, "the link is slow"
     assert statistics.median(event["time/rank_spread_ms"] / event["time/step_ms"] for event in measured) < 0.1

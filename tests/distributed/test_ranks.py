@@ -1,7 +1,7 @@
-"""distributed/ranks.py: which rank this process is, as the launch variables say, and what is wrong with them."""
+"""distributed/ranks.py, rendezvous.py, machine.py: which rank a process is, how the ranks meet, what 'auto' stands for."""
 
-import io
 import json
+import os
 import resource
 import sys
 import threading
@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,35 +17,32 @@ from ranks import context, run_ranks
 from scripts import LAUNCH_VARIABLES
 
 from configurator import configure
+from distributed import machine, rendezvous
 from distributed.exits import print_error
 from distributed.launch import Launch, launched
 from distributed.ranks import start
-from distributed.rendezvous import connect, meet
+from distributed.rendezvous import connect, interface, meet
 from zero.host_comm import LONG_TIMEOUT, cpu_group, gather_objects, timeout_of
 
 ALONE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a-machine-whose-name-has-no-address"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"RANK": "0"}, "RANK is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start with torchrun"),
-        ({**TORCHRUN, "MASTER_PORT": ""}, "RANK is set without MASTER_PORT"),
-    ],
-)
-def test_launch_variables_that_cannot_be(capsys, monkeypatch, variables, message):
+LACKING = {"WORLD_SIZE, MASTER_ADDR, MASTER_PORT": {"RANK": "0"}, "MASTER_PORT": {**TORCHRUN, "MASTER_PORT": ""}}
+
+
+@pytest.mark.parametrize("missing", LACKING)
+def test_launch_variables_that_cannot_be(capsys, monkeypatch, missing):
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
+    for name, value in LACKING[missing].items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"start with torchrun, or unset RANK for a single process$") as caught:
+    message = f"RANK is set without {missing}; start with torchrun, or unset RANK for a single process"
+    with pytest.raises(ValueError, match=f"^{message}$"):
         launched()
-    assert message in str(caught.value)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match=r"^2$"):
         configure({}, [])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == f"error: {caught.value}\n"
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 def test_launch_variables_count_together_or_not_at_all(monkeypatch):
@@ -164,16 +162,128 @@ def test_a_process_that_is_left_from_an_earlier_start_meets_nobody():
             left.result(20)
 
 
-def test_a_line_of_another_thread_does_not_wait_for_stdout(monkeypatch):
+def test_a_line_of_another_thread_does_not_wait_for_stdout(monkeypatch, capsys):
     """The main thread may hang in a print, and so hold its lock."""
-    written = io.StringIO()
     with monkeypatch.context() as context:
         context.setattr(sys, "stdout", SimpleNamespace(flush=lambda: pytest.fail("it waits for stdout")))
-        context.setattr(sys, "stderr", written)
         print_error("a rank is lost")
-    assert written.getvalue() == "error: a rank is lost\n"
+    assert capsys.readouterr().err == "error: a rank is lost\n"
 
 
 def test_a_rank_that_does_not_start_is_named():
     with pytest.raises(RuntimeError, match=r"^rank 0, 2 did not start within 0 s$"):
         meet(dist.HashStore(), 1, 3, "", timeout_s=0.2)
+
+
+MACHINE_0 = {"host0": "127.0.1.1", "10.0.0.2": "10.0.0.1"}  # has MASTER_ADDR; its own name means loopback, as on Debian
+MACHINE_1 = {"host0": "10.0.0.2", "10.0.0.2": "10.0.0.2"}
+NAMES = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.0.0.2"}
+INTERFACES = {name: [SimpleNamespace(address=found)] for name, found in NAMES.items()}
+
+
+@pytest.mark.parametrize(
+    ("routes", "others", "expected"),
+    [
+        (MACHINE_1, "127.0.1.1", "eth1"),  # what reaches the other machine
+        (MACHINE_0, "10.0.0.2", "eth0"),  # not loopback, which its own name means
+        ({"host0": "10.0.0.9"}, "127.0.1.1", None),  # no interface has this address
+        ({}, "", None),  # nothing reaches the first machine
+    ],
+)
+def test_each_machine_takes_the_interface_that_reaches_the_other(monkeypatch, routes, others, expected):
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: INTERFACES)
+    monkeypatch.setattr(rendezvous, "_own_address", lambda peer: routes.get(peer, ""))
+    own = routes.get("host0", "")
+    assert interface(own, [own, others]) == expected
+
+
+@pytest.mark.parametrize(
+    ("local_world_size", "choice", "expected"),
+    [(2, {}, "lo" if sys.platform == "linux" else None), (1, {}, "eth0"), (1, {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0")],
+    ids=["one machine", "several", "the user's choice"],
+)
+def test_gloo_gets_an_interface(monkeypatch, local_world_size, choice, expected):
+    """On one of two ranks whose store and process group are left out."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is unset again after the test
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    for name, value in {"MASTER_ADDR": "192.0.2.1", **choice}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(rendezvous, "meet", lambda store, *_: (store, ["10.0.0.1", "10.0.0.2"]))
+    monkeypatch.setattr(rendezvous, "interface", lambda *_: "eth0")
+    rendezvous.connect(Launch(True, 0, 0, 2, local_world_size))
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+
+
+def test_what_auto_stands_for(monkeypatch):
+    assert machine.resolve("cpu", "auto") == ("cpu", "float32")
+    assert machine.resolve("cpu", "bfloat16") == ("cpu", "bfloat16")
+    cases = (False, False, "cpu", "float32"), (True, False, "cuda", "float16"), (True, True, "cuda", "bfloat16")
+    for available, supported, *expected in cases:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda available=available: int(available))
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported, **_: supported)
+        assert machine.resolve("auto", "auto") == tuple(expected)
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cuda:x", "cpu:1", "tpu", ""])
+def test_a_device_that_is_not_there_is_refused(monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=f"device={device} is not available; this machine has 1 cpu, 1 cuda, "):
+        machine.resolve(device, "float32")
+
+
+def test_the_number_format_follows_that_of_the_weights():
+    assert machine.resolve("cpu", "auto", "bfloat16") == ("cpu", "bfloat16")
+    with pytest.raises(ValueError, match="param_dtype=bfloat16 computes in bfloat16, not in dtype=float16"):
+        machine.resolve("cpu", "float16", "bfloat16")
+    with pytest.raises(ValueError, match="this GPU has no bfloat16 and computes in float16; use --param_dtype=auto"):
+        machine.resolve_dtype("auto", "bfloat16", "float16")
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        *((name, name) for name in machine.CARDS),
+        *(("NVIDIA A100-PCIE-40GB", "A100-40"), ("NVIDIA A100-SXM4-80GB", "A100"), ("Tesla V100-SXM2-32GB", "V100-32")),
+        *(("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA GH200 480GB", "GH200"), ("NVIDIA A10G", "A10G"), ("Tesla T4", "T4")),
+        *(("NVIDIA GeForce RTX 5090", "5090"), ("rtx 4090", "4090"), ("rtx4090", "4090"), ("2080ti", "2080 Ti")),
+        *(("NVIDIA RTX A6000", "A6000"), ("NVIDIA RTX 6000 Ada Generation", "6000 Ada"), ("a100 40gb", "A100-40")),
+        *(("NVIDIA GeForce RTX 4070 Ti", "4070 Ti"), ("NVIDIA A100 80GB PCIe", "A100"), ("h100 sxm", "H100")),
+        *((name, None) for name in ("", "A100X", "H200 NVL", "Quadro RTX 6000", "RTX 3080 Ti")),
+        *((name, None) for name in ("GRID A100X-40C", "NVIDIA A100-SXM-64GB")),
+    ],
+)
+def test_a_card_is_known_by_its_name_and_by_that_of_its_driver(name, row):
+    assert machine.card(name) is machine.CARDS.get(row)
+    for other in (f"{name} Laptop GPU", f"{name} MIG 1g.5gb", f"{name} D", f"{name} SUPER"):
+        assert machine.card(other) is None
+
+
+def test_the_peak_of_a_gpu_is_that_of_its_data_sheet_and_that_of_a_cpu_is_measured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    assert machine.peak_flops(torch.device("cuda", 0), torch.bfloat16) == 989.4e12
+    assert machine.peak_flops(torch.device("cpu"), torch.float32) == 0
+    assert not machine.is_slow_on_cpu(torch.device("cpu"), "float32")
+
+
+def test_ranks_share_the_cores_unless_the_user_has_said_how_many(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        of_user = lambda: [b"OMP_NUM_THREADS=1"]  # noqa: E731
+        cases = (True, "1", 2, list), (True, "1", before, of_user), (True, "3", before, list), (False, "1", before, list)
+        for by_torchrun, given, threads, variables_of_parent in (*cases, (False, "", 2, list)):
+            monkeypatch.setattr(machine, "_variables_of_parent", variables_of_parent)
+            torch.set_num_threads(before)
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7") if by_torchrun else monkeypatch.delenv("TORCHELASTIC_RUN_ID", False)
+            monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+            machine.divide_threads(2)
+            assert torch.get_num_threads() == threads, (by_torchrun, given)
+        for cores, ranks, threads in ((8, 2, 4), (8, 3, 2), (1, 4, 1)):
+            monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
+            machine.divide_threads(ranks)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

@@ -1,6 +1,8 @@
-"""Lost ranks: a run that hangs ends and says why, and torchrun brings the job back from its last checkpoint."""
+"""Signals and lost ranks: a run saves and ends, or goes on; one that hangs says why, and torchrun brings the job back."""
 
 import contextlib
+import io
+import json
 import os
 import re
 import signal
@@ -13,7 +15,11 @@ from functools import partial
 import faults
 import pytest
 import torch
-from scripts import FEW, ROOT, SETTINGS, Forked, events_of, run, torch_load, train
+import torch.distributed as dist
+from ranks import run_ranks
+from scripts import FEW, NO_LIMIT, ROOT, SETTINGS, Forked, events_of, run, torch_load, train, training
+
+from distributed.signals import Action, Signals
 
 LONG = ["--max_iters=100000", "--eval_interval=100000", "--dist_timeout_s=2"]
 
@@ -22,16 +28,14 @@ def test_auto_starts_from_scratch_and_then_resumes(data, tmp_path):
     flags = FEW, "--init_from=auto", "--eval_interval=3"
     _, _, first = train(tmp_path, data, *flags, "--max_iters=4")
     losses, _, second = train(tmp_path, data, *flags, "--max_iters=7", ranks=2)
-    assert "from scratch" in first
-    assert "Resuming" not in first
-    assert "Resuming" in second
+    for begun in ("from scratch", "Resuming"):
+        assert (begun in first, begun in second) == (begun == "from scratch", begun == "Resuming")
     assert sorted(losses) == list(range(8))
-    for name in ("ckpt.pt", "ckpt_prev.pt"):
+    names, metrics = ("ckpt.pt", "ckpt_prev.pt"), (tmp_path / "metrics.jsonl").read_bytes()
+    for name in names:
         (tmp_path / name).write_bytes(b"damaged")
-    metrics = (tmp_path / "metrics.jsonl").read_bytes()
-    refused = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *flags, ranks=2)
-    for name in ("ckpt.pt", "ckpt_prev.pt"):
-        assert f"{name} is damaged, or not a checkpoint" in refused.refusal(), "never silently from scratch"
+    refused = run(*training(tmp_path, data, *flags), ranks=2)  # never silently from scratch
+    refused.refusal(*(f"{name} is damaged, or not a checkpoint" for name in names))
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 
 
@@ -40,13 +44,12 @@ def test_hosts_with_folders_of_their_own_cannot_resume(data, tmp_path):
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "ckpt.pt").write_bytes(b"of the host that was rank 0")
     own = {rank: [f"--out_dir={tmp_path}/{rank}", f"--wandb_run_name={rank}"] for rank in range(2)}  # hosts may differ in these
-    own_folder = partial(faults.add_arguments_by_rank, own)
-    flags = [*SETTINGS, FEW, f"--dataset={data}"]
-    refused = run("train.py", *flags, "--init_from=auto", ranks=2, before=own_folder)
-    assert "rank 1 has a checkpoint in out_dir, but rank 0 has none; use an out_dir that all" in refused.refusal()
+    how = {"ranks": 2, "before": partial(faults.add_arguments_by_rank, own)}
+    refused = run(*training("of a rank", data, FEW, "--init_from=auto"), **how)
+    refused.refusal("rank 1 has a checkpoint in out_dir, but rank 0 has none; use an out_dir that all")
     train(tmp_path / "0", data, FEW, "--max_iters=1", ranks=1)
-    refused = run("train.py", *flags, "--init_from=resume", ranks=2, before=own_folder)
-    assert f"rank 1 does not see the checkpoint of rank 0: {tmp_path}/1/ckpt.pt" in refused.refusal()
+    refused = run(*training("of a rank", data, FEW, "--init_from=resume"), **how)
+    refused.refusal(f"rank 1 does not see the checkpoint of rank 0: {tmp_path}/1/ckpt.pt")
     assert os.listdir(tmp_path / "1") == ["ckpt.pt"]
 
 
@@ -59,7 +62,7 @@ def ended(run, ranks):
 
 
 def test_the_ranks_that_wait_for_a_stopped_rank_end_and_name_it(data, tmp_path):
-    with Forked("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *LONG, ranks=3) as run:
+    with Forked(*training(tmp_path, data, *LONG), ranks=3) as run:
         run.wait_for("iter 8:")
         os.kill(run.pids[1], signal.SIGSTOP)
         errors = ended(run, (0, 2))
@@ -70,21 +73,18 @@ def test_the_ranks_that_wait_for_a_stopped_rank_end_and_name_it(data, tmp_path):
 
 def test_ranks_that_were_all_stopped_go_on(data, tmp_path):
     """By Ctrl-Z and fg, for longer than the time limit; that of gloo would end what waits."""
-    with Forked("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *LONG, ranks=2) as run:
+    with Forked(*training(tmp_path, data, *LONG), ranks=2) as run:
         run.wait_for("iter 8:")
         for number, seconds in ((signal.SIGSTOP, 5), (signal.SIGCONT, 3)):
             for pid in run.pids:
                 os.kill(pid, number)
             time.sleep(seconds)
         os.kill(run.pids[0], signal.SIGTERM)
-        finished = run.finish()
-    assert finished.returncodes == [0, 0], finished.stderr
-    assert "stopped by a signal before" in finished.stdout
+        run.finish().succeeded("stopped by a signal before")
 
 
 def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_place(data, tmp_path):
-    arguments = *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *LONG
-    with Forked("train.py", *arguments, ranks=2, before=partial(faults.rank_1_stops_at_a_batch, 20)) as run:
+    with Forked(*training(tmp_path, data, *LONG), ranks=2, before=partial(faults.rank_1_stops_at_a_batch, 20)) as run:
         errors = ended(run, (0, 1))
     assert re.search(r"error: rank 0 has waited \d+ s for the \S+ at .*; rank 1 is at iteration \d+, data\n", errors), errors
     assert re.search(r"error: rank 1 has been at iteration \d+, data for \d+ s; rank 0 waits for the ", errors), errors
@@ -94,14 +94,13 @@ saves_take = partial(faults.takes_longer, "run.checkpoint_folder:commit")  # sec
 
 
 def test_a_slow_disk_ends_nothing(data, tmp_path):
-    flags = FEW, "--max_iters=1", "--dist_timeout_s=2"
-    train(tmp_path, data, *flags, ranks=2, run=partial(run, before=partial(saves_take, 3)))
+    train(tmp_path, data, FEW, "--max_iters=1", "--dist_timeout_s=2", ranks=2, run=partial(run, before=partial(saves_take, 3)))
     assert torch_load(tmp_path)["iter_num"] == 2
 
 
 def test_a_rank_that_has_stopped_during_a_save_is_noticed(data, tmp_path):
-    arguments = *SETTINGS, FEW, f"--dataset={data}", f"--out_dir={tmp_path}", "--eval_interval=4", "--dist_timeout_s=2"
-    with Forked("train.py", *arguments, ranks=2, before=partial(saves_take, 1000)) as run:
+    line = training(tmp_path, data, FEW, "--eval_interval=4", "--dist_timeout_s=2")
+    with Forked(*line, ranks=2, before=partial(saves_take, 1000)) as run:
         run.wait_for("saving checkpoint")
         os.kill(run.pids[1], signal.SIGSTOP)
         errors = ended(run, (0,))
@@ -203,3 +202,103 @@ def test_a_job_that_loses_a_host_goes_on_smaller_with_the_same_batches(data, tmp
     smaller = {event["iter"]: event["iter/loss"] for event in events_of(tmp_path / "smaller") if "iter/loss" in event}
     assert sorted(smaller) == list(range(61))
     assert max(abs(losses[i] - smaller[i]) for i in losses) < 1e-4
+
+
+ENDLESS = [FEW, "--max_iters=100000", "--eval_interval=100000"]
+
+
+def state(out):
+    return json.loads((out / "run.json").read_text())["state"]
+
+
+def started(out, data, limit=NO_LIMIT):
+    """Two ranks in training, once iteration 3 has been logged. They can write files of at most `limit` bytes."""
+    run = Forked(*training(out, data, *ENDLESS), ranks=2, limit=limit)
+    run.wait_for("iter 3:")
+    return run
+
+
+def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path):
+    """The run then goes on bit for bit as if there had been no signal, with the same dropout."""
+    with started(tmp_path, data) as run:
+        assert state(tmp_path) == "running"
+        os.kill(run.pids[-1], signal.SIGTERM)
+        finished = run.finish().succeeded()
+    stopped = int(re.search(r"stopped by a signal before iteration (\d+)", finished.stdout)[1])
+    assert (torch_load(tmp_path)["iter_num"], state(tmp_path)) == (stopped, "stopped")
+    card = (tmp_path / "report.md").read_text()
+    assert card.startswith(f"# Report: stopped by a signal before iteration {stopped}\n")
+    assert "- resume: `the same command with --init_from=resume`\n" in card
+    schedule = FEW, f"--max_iters={stopped + 6}", "--eval_interval=7", "--lr_decay_iters=20"
+    resumed, _, _ = train(tmp_path, data, "--init_from=resume", *schedule, "--dtype=float32", ranks=2)
+    assert state(tmp_path) == "ended"
+    whole, _, _ = train(tmp_path / "whole", data, *schedule, ranks=2)
+    assert [resumed[i] for i in range(stopped, stopped + 7)] == [whole[i] for i in range(stopped, stopped + 7)]
+
+
+def test_sigusr1_saves_and_goes_on_and_a_second_sigint_ends_at_once(data, tmp_path):
+    with started(tmp_path, data) as run:
+        first, second = run.pids
+        os.kill(first, signal.SIGUSR1)
+        run.wait_for("saving checkpoint")
+        assert re.search(r"saving checkpoint.*\niter ", run.wait_for("\niter ", after="saving checkpoint")), "it goes on"
+        os.kill(first, signal.SIGSTOP)  # rank 1 hangs in a collective
+        os.kill(second, signal.SIGINT)
+        time.sleep(1.5)
+        assert run.processes[1].is_alive()
+        os.kill(second, signal.SIGINT)
+        run.processes[1].join(60)
+        assert run.processes[1].exitcode == 130, run.printed("stderr")
+        os.kill(first, signal.SIGCONT)
+    assert torch_load(tmp_path)["iter_num"] > 3
+
+
+def test_a_signal_whose_checkpoint_cannot_be_written(data, tmp_path):
+    """The run does not say that it was saved, and its exit code is 1 on all ranks."""
+    with started(tmp_path, data, limit=100_000) as run:
+        os.kill(run.pids[-1], signal.SIGHUP)  # as torchrun does when its terminal is closed
+        printed = run.finish().failed("the run ends without its last checkpoint").stdout
+    assert "SIGHUP: saving and stopping at the next step boundary" in printed
+    assert "WARNING: the checkpoint was not written" in printed
+    assert "stopped by a signal" not in printed
+    assert state(tmp_path) == "failed"
+
+
+def decisions():
+    """What both ranks agree on after signals to one of them and requests of the other."""
+    signals, rank, printed = Signals(), dist.get_rank(), io.StringIO()
+
+    def send(number):
+        os.kill(os.getpid(), number)
+        while signal.Signals(number).name not in printed.getvalue():
+            time.sleep(0.001)
+
+    with contextlib.redirect_stdout(printed):
+        found = [signals.agree()]
+        if rank == 1:
+            send(signal.SIGUSR1)
+        found.append(signals.agree())
+        if rank == 1:
+            send(signal.SIGINT)
+        found.append(signals.agree(Action.SAVE if rank == 0 else Action.CONTINUE))
+        found += [signals.agree(Action.FAIL if rank == 0 else Action.SAVE), signals.agree()]
+    assert printed.getvalue().count("\n") == (2 if rank == 1 else 0)
+    return [action.name for action in found]
+
+
+def still_ignored():
+    """Which of these signals, all of which were ignored at the start, still are."""
+    numbers = signal.SIGHUP, signal.SIGINT
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+    Signals()
+    return [number.name for number in numbers if signal.getsignal(number) == signal.SIG_IGN]
+
+
+def test_what_was_ignored_at_the_start_stays_ignored():
+    """As SIGHUP under nohup; but a launcher may let ranks ignore SIGINT."""
+    assert run_ranks(still_ignored, 1) == [["SIGHUP"]]
+
+
+def test_the_largest_action_of_any_rank_is_agreed_on_once():
+    assert run_ranks(decisions, 2) == [["CONTINUE", "SAVE", "SAVE_AND_STOP", "FAIL", "CONTINUE"]] * 2

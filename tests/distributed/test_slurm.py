@@ -71,6 +71,5 @@ def test_a_run_saves_before_the_time_limit_and_when_it_is_cancelled_and_is_reque
 @pytest.mark.parametrize("code", [0, 1, 2, 143])
 def test_a_run_that_ends_by_itself_is_not_requeued(tmp_path, code):
     script = submit(tmp_path, f'echo "srun $*" >> log; exit {code}')
-    assert script.communicate(timeout=30) == ("", None)
-    assert script.returncode == code
+    assert (script.communicate(timeout=30), script.returncode) == (("", None), code)
     assert log(tmp_path) == [TORCHRUN.format(ranks=16)], "without GPUs, one rank per CPU"

@@ -4,6 +4,7 @@ import os
 import resource
 import threading
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -21,6 +22,16 @@ from zero import ShardedOptimizer, host_comm
 from zero import checkpoint as ckpt
 from zero.codecs import Encoded
 from zero.flags import Flags
+
+
+def ended(writer):
+    """The outcomes of the saves since the last call, the last of which has ended."""
+    writer.wait()
+    return writer.outcomes()
+
+
+def iterations(outcomes):
+    return [outcome.iter_num for outcome in outcomes]
 
 
 def test_nothing_counts_before_it_is_on_the_disk(tmp_path, monkeypatch):
@@ -73,9 +84,7 @@ def test_in_the_background_a_second_save_waits_for_the_first(tmp_path, monkeypat
     assert not writer.outcomes(), "it returns at once"
     threading.Timer(0.1, may_end.set).start()
     write(writer, 2)
-    writer.wait()
-    assert most == [1, 1]
-    assert [outcome.iter_num for outcome in writer.outcomes()] == [1, 2]
+    assert (iterations(ended(writer)), most) == ([1, 2], [1, 1])
     assert find(str(tmp_path))[0].endswith("ckpt.pt")
 
 
@@ -84,19 +93,15 @@ def test_in_the_background_a_second_save_waits_for_the_first(tmp_path, monkeypat
 def test_weights_that_are_not_finite_take_no_ones_place(tmp_path, background, value):
     writer = CheckpointWriter(str(tmp_path), keep=3, background=background)
     write(writer, 1)
-    writer.wait()
+    assert iterations(ended(writer)) == [1]
     before = sorted(os.listdir(tmp_path))
     write(writer, value)
-    writer.wait()
-    written, refused = writer.outcomes()
-    assert written.iter_num == 1
-    assert isinstance(refused, DivergedError)
-    assert str(refused) == "weight is not finite"
+    [refused] = ended(writer)
+    assert (type(refused), str(refused)) == (DivergedError, "weight is not finite")
     assert sorted(os.listdir(tmp_path)) == before
     assert find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
     write(writer, 2)
-    writer.wait()
-    assert [outcome.iter_num for outcome in writer.outcomes()] == [2]
+    assert iterations(ended(writer)) == [2]
 
 
 def test_a_damaged_file_never_takes_the_place_of_the_one_before(tmp_path):
@@ -112,6 +117,9 @@ def test_a_damaged_file_never_takes_the_place_of_the_one_before(tmp_path):
     write(writer, 3)
     assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 1
     write(writer, 4)
+    with mock.patch("os.replace", side_effect=OSError("no more names")):
+        write(writer, 5)
+    assert sorted(os.listdir(tmp_path)) == ["ckpt.pt", "ckpt_prev.pt"], "a save that fails leaves nothing"
     assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 3
     assert find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
 
@@ -125,34 +133,29 @@ def test_what_a_killed_process_left_is_swept_by_a_writer_that_may(tmp_path):
     assert os.listdir(tmp_path) == ["other.tmp"]
 
 
-def save_to_a_full_disk(folder, background):
+def a_full_disk_stops_nobody_and_the_old_one_stands(folder, background):
     """The ranks send the rest of what they hold, and go on."""
     os.makedirs(folder, exist_ok=True)
     model, optimizer = build_toy("sharded")
     train(model, optimizer, rank=0, steps=1)
     writer = CheckpointWriter(folder, background=background)
-    writer.write(model.module, optimizer, VALUES)
-    writer.wait()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def outcomes(iteration):
+        writer.write(model.module, optimizer, {**VALUES, "iter_num": iteration})
+        return ended(writer)
+
+    outcomes(4)
+    limits, of_rank_0 = resource.getrlimit(resource.RLIMIT_FSIZE), dist.get_rank() == 0
     for limit in (0, 5000, 10000):  # bytes per file
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
-        writer.write(model.module, optimizer, {**VALUES, "iter_num": 8})
-        writer.wait()
+        assert list(map(str, outcomes(8))) == ["[Errno 27] File too large"] * of_rank_0
+        assert os.listdir(folder) == ["ckpt.pt"] or not of_rank_0, "what was begun is gone"
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    if dist.get_rank() == 0:
-        assert [str(outcome) for outcome in writer.outcomes()[1:]] == ["[Errno 27] File too large"] * 3
-        assert os.listdir(folder) == ["ckpt.pt"], "what was begun is gone"
-        assert ckpt.load(find(folder)[0])["iter_num"] == 4
-    writer.write(model.module, optimizer, {**VALUES, "iter_num": 9})
-    writer.wait()
-    assert dist.get_rank() or [outcome.iter_num for outcome in writer.outcomes()] == [9]
+    assert not of_rank_0 or ckpt.load(find(folder)[0])["iter_num"] == 4
+    assert iterations(outcomes(9)) == [9] * of_rank_0
 
 
-def test_when_the_disk_is_full_all_go_on_and_the_old_one_stands(tmp_path):
-    run_in_turn(2, *(partial(save_to_a_full_disk, f"{tmp_path}/{background}", background) for background in (False, True)))
-
-
-def what_is_in_memory(folder):
+def no_rank_holds_the_whole(folder, background):
     """While rank 0 writes, it holds no more than a message of what other ranks have."""
     alive, receive, numel = [], dist.recv, 100_000
 
@@ -169,13 +172,9 @@ def what_is_in_memory(folder):
         optimizer.zero_grad()
         before = live.now
         with mock.patch.object(dist, "recv", note), mock.patch.object(host_comm, "MESSAGE_BYTES", 1000):
-            CheckpointWriter(folder).write(model, optimizer, VALUES)
+            CheckpointWriter(folder, background=background).write(model, optimizer, VALUES)
     assert (len(alive) > 5000) == (dist.get_rank() == 0)
     assert max(alive, default=0) < 10_000, "of 24 MB"
-
-
-def test_no_rank_holds_the_whole(tmp_path):
-    run_in_turn(2, partial(what_is_in_memory, str(tmp_path)))
 
 
 def save_where_one_rank_has_diverged(folder):
@@ -187,40 +186,41 @@ def save_where_one_rank_has_diverged(folder):
             with torch.no_grad():
                 optimizer.placed.owned[-1].local.fill_(float("nan"))
         writer.write(model.module, optimizer, VALUES)
-        writer.wait()
-    return [str(outcome) for outcome in writer.outcomes() if isinstance(outcome, DivergedError)]
+    return [str(outcome) for outcome in ended(writer) if isinstance(outcome, DivergedError)]
 
 
-def a_part_that_cannot_be_read(folder):
+def a_part_that_one_rank_cannot_read_ends_the_save_on_all(folder, background):
     """As where decoding it finds the GPU full. All ranks raise, and the file of before stands."""
     module = torch.nn.Linear(64, 64)
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, state_dtype="int8", lr=0.1)
     for param in module.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    for background in (False, True):
-        writer = CheckpointWriter(folder, background=background)
-        writer.write(module, optimizer, VALUES)
-        writer.wait()
-        before = os.stat(f"{folder}/ckpt.pt")
-        for broken in (1, 0):
-            error = RuntimeError("out of memory") if dist.get_rank() == broken else None
-            decode = mock.Mock(side_effect=error) if error else Encoded.decode
-            with mock.patch.object(Encoded, "decode", decode), pytest.raises((RuntimeError, ValueError), match="out of memory"):
-                _ = writer.write(module, optimizer, VALUES), writer.wait()
-            dist.barrier()
-            assert os.path.samestat(before, os.stat(f"{folder}/ckpt.pt"))
-            assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
+    writer = CheckpointWriter(folder, background=background)
+    writer.write(module, optimizer, VALUES)
+    writer.wait()
+    before = os.stat(f"{folder}/ckpt.pt")
+    for broken in (1, 0):
+        error = RuntimeError("out of memory") if dist.get_rank() == broken else None
+        decode = mock.Mock(side_effect=error) if error else Encoded.decode
+        with mock.patch.object(Encoded, "decode", decode), pytest.raises((RuntimeError, ValueError), match="out of memory"):
+            _ = writer.write(module, optimizer, VALUES), writer.wait()
+        dist.barrier()
+        assert os.path.samestat(before, os.stat(f"{folder}/ckpt.pt"))
+        assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
 
 
-def test_a_part_that_one_rank_cannot_read_ends_the_save_on_all(tmp_path):
-    run_in_turn(2, partial(a_part_that_cannot_be_read, str(tmp_path)))
+ON_TWO_RANKS = a_full_disk_stops_nobody_and_the_old_one_stands, a_part_that_one_rank_cannot_read_ends_the_save_on_all
+
+
+@pytest.mark.parametrize(("check", "background"), [*product(ON_TWO_RANKS, (False, True)), (no_rank_holds_the_whole, False)])
+def test_on_two_ranks(tmp_path, check, background):
+    run_in_turn(2, partial(check, str(tmp_path), background))
 
 
 def test_what_one_rank_finds_not_to_be_finite_all_refuse(tmp_path):
-    [[on_0, on_1]] = run_in_turn(2, partial(save_where_one_rank_has_diverged, str(tmp_path)))
-    [message] = on_0
-    assert on_0 == on_1
+    [[[message], on_1]] = run_in_turn(2, partial(save_where_one_rank_has_diverged, str(tmp_path)))
+    assert on_1 == [message]
     assert message.endswith(" is not finite")
     assert os.listdir(tmp_path) == ["ckpt.pt"], "nothing was begun"
     assert all(tensor.isfinite().all() for tensor in ckpt.load(find(str(tmp_path))[0])["model"].values())

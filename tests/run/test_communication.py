@@ -47,13 +47,11 @@ def three_steps(mode, micro_steps):
 
 def test_bytes_and_waits_by_kind():
     cases = list(itertools.product(MODES, (1, 2)))
-    for (mode, micro_steps), results in zip(
-        cases, run_in_turn(2, *(partial(three_steps, *case) for case in cases)), strict=True
-    ):
+    by_case = run_in_turn(2, *(partial(three_steps, *case) for case in cases))
+    for (mode, micro_steps), results in zip(cases, by_case, strict=True):
         for result in results:
-            assert set(result["waited"]) == USED[mode]
             sent = result["sent"]
-            assert list(sent) == list(KINDS)
+            assert (set(result["waited"]), list(sent)) == (USED[mode], list(KINDS))
             if mode in ("sharded", "gradients"):
                 half = result["padded"] // 2
                 scatters = 3 * (micro_steps if mode == "gradients" else 1)
@@ -82,8 +80,7 @@ def test_muon_sends_matrices(world_size):
     """On the wire is what the plan says."""
     for sent, expected, waited in run_in_turn(world_size, three_steps_of_muon)[0]:
         assert sent == expected
-        assert sent["all-to-all"] > 0
-        assert waited["all-to-all"] > 0
+        assert min(sent["all-to-all"], waited["all-to-all"]) > 0
 
 
 def sleepy(mode):

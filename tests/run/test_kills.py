@@ -58,13 +58,11 @@ def start(folder, muon):
     """The ranks, all of which are in training."""
     meeting = tempfile.mkdtemp(dir=folder)
     events = [ranks.context.Event() for _ in range(WORLD_SIZE)]
-    processes = [
-        ranks.context.Process(target=train_rank, args=(rank, meeting, folder, muon, event)) for rank, event in enumerate(events)
-    ]
+    how = [(rank, meeting, folder, muon, event) for rank, event in enumerate(events)]
+    processes = [ranks.context.Process(target=train_rank, args=args) for args in how]
     for process in processes:
         process.start()
-    for event in events:
-        assert event.wait(60)
+    assert all(event.wait(60) for event in events)
     return processes
 
 
@@ -94,7 +92,14 @@ def steps_taken(folder):
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def kill_and_resume(tmp_path, trials, muon):
+MANY = pytest.mark.slow("100 kills, also with AdamW alone; the default has four", seconds=131)
+
+
+@pytest.mark.parametrize(
+    ("trials", "muon"), [(4, True), pytest.param(100, False, marks=MANY), pytest.param(100, True, marks=MANY)]
+)
+def test_killed_and_resumed(tmp_path, trials, muon):
+    """With Muon for two matrices and AdamW for everything else, or AdamW alone."""
     rng = random.Random(0)
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
@@ -114,8 +119,7 @@ def kill_and_resume(tmp_path, trials, muon):
         while all(process.exitcode is None for process in processes) and steps_taken(folder) < steps:
             time.sleep(0.001)
         time.sleep(rng.random() * duration / STEPS)
-        victims = [rng.choice(processes)] if trial % 2 else processes
-        for process in victims:
+        for process in [rng.choice(processes)] if trial % 2 else processes:
             process.kill()
         finish(processes)  # a rank that is left alone finds out and fails
         if not (folder / "end.pt").exists():
@@ -125,17 +129,6 @@ def kill_and_resume(tmp_path, trials, muon):
         resumed = torch.load(folder / "end.pt", weights_only=True)
         assert all(torch.equal(resumed[name], end[name]) for name in end), trial
     assert interrupted > trials // 2, "the kills must hit runs that are under way"
-
-
-MANY = pytest.mark.slow("100 kills, also with AdamW alone; the default has four", seconds=131)
-
-
-@pytest.mark.parametrize(
-    ("trials", "muon"), [(4, True), pytest.param(100, False, marks=MANY), pytest.param(100, True, marks=MANY)]
-)
-def test_killed_and_resumed(tmp_path, trials, muon):
-    """With Muon for two matrices and AdamW for everything else, or AdamW alone."""
-    kill_and_resume(tmp_path, trials, muon)
 
 
 def save_without_end(folder, background, iteration, ready):

@@ -11,11 +11,10 @@ from unittest import mock
 
 import pytest
 import ranks
-import torch
-from scripts import FEW, SETTINGS, run, torch_load, train
+from checkpoints import save_alone
+from scripts import FEW, run, torch_load, train, training
 
 import dashboard
-from run.checkpoint_writer import CheckpointWriter
 from run.checkpoints import Checkpoints
 from run.out_folder import earlier, is_held, set_aside, take
 from zero.checkpoint.__main__ import main
@@ -36,9 +35,8 @@ def test_the_second_is_told_who_is_there_until_its_end(tmp_path, monkeypatch, is
     process.start()
     assert ready.wait(60)
     said = (tmp_path / "new" / "run.lock").read_text()
-    with pytest.raises(ValueError, match=rf"is in use by another run: process {process.pid} on \S+, since 20") as refused:
+    with pytest.raises(ValueError, match=rf"^.*is in use by another run: process {process.pid} on \S+, since 20.*\Z"):
         take(folder)
-    assert "\n" not in str(refused.value)
     assert (tmp_path / "new" / "run.lock").read_text() == said
     assert is_held(folder) is True
     (process.kill if is_killed else end.set)()
@@ -87,9 +85,8 @@ def test_eval_only_changes_nothing(data, tmp_path):
 
     before = state()
     out.chmod(0o500)
-    flags = f"--dataset={data}", f"--out_dir={out}", "--init_from=resume", "--eval_only=True"
-    process = run("train.py", *SETTINGS, *flags).succeeded()
-    assert "step 5: train loss {:.4f}, val loss {:.4f}".format(*evaluations[5]) in process.stdout
+    process = run(*training(out, data, "--init_from=resume", "--eval_only=True"))
+    process.succeeded("step 5: train loss {:.4f}, val loss {:.4f}".format(*evaluations[5]))
     assert "iter 5" not in process.stdout
     run("sample.py", f"--out_dir={out}", "--start=A", "--num_samples=1", "--max_new_tokens=1").succeeded()
     assert main(["inspect", str(out / "ckpt.pt")]) == 0
@@ -99,13 +96,13 @@ def test_eval_only_changes_nothing(data, tmp_path):
 
 
 def test_a_run_in_a_folder_that_is_in_use_is_refused_on_all_ranks(data, tmp_path):
-    names = ["ckpt.pt.tmp", "metrics.jsonl", "shards_00000001_00000000.tmp"]
-    for name in names:
-        (tmp_path / name).write_text("of the run that is there")
+    files = [tmp_path / name for name in ("ckpt.pt.tmp", "metrics.jsonl", "shards_00000001_00000000.tmp")]
+    for path in files:
+        path.write_text("of the run that is there")
     with take(str(tmp_path)):
-        process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", ranks=2)
-    assert f"out_dir={tmp_path} is in use by another run: process {os.getpid()} on " in process.refusal()
-    assert all((tmp_path / name).read_text() == "of the run that is there" for name in names)
+        process = run(*training(tmp_path, data), ranks=2)
+    process.refusal(f"out_dir={tmp_path} is in use by another run: process {os.getpid()} on ")
+    assert {path.read_text() for path in files} == {"of the run that is there"}
 
 
 def names(folder):
@@ -128,11 +125,8 @@ def start_anew(folder, read_only=False):
 @pytest.fixture
 def out(tmp_path):
     """The folder of a run that saved once, with a file of the user."""
-    model = torch.nn.Linear(2, 2)
-    values = {"model_args": {}, "iter_num": 4, "best_val_loss": 2.0, "config": {}}
     out = tmp_path / "out"
-    out.mkdir()
-    CheckpointWriter(str(out)).write(model, torch.optim.AdamW(model.parameters()), values)
+    save_alone(out, 4)
     for name in ("metrics.jsonl", "run.json", "report.md", "run.lock", "notes.txt"):
         (out / name).write_text("of before")
     return out
@@ -146,10 +140,8 @@ def test_the_folder_of_a_run_is_renamed_and_the_run_goes_on_there(data, tmp_path
     losses, _, printed = train(out, data, FEW, "--max_iters=1")
     remedy = f"which is now in {before}; to continue that run, use --init_from=resume --out_dir={before}\n"
     assert f"note: out_dir={out} held another run, {remedy}" in printed
-    assert names(out) == ["ckpt.pt", "metrics.jsonl", "report.md", "run.json", "run.lock"]
-    assert names(before) == old
-    assert [*losses] == [0, 1]
-    assert torch_load(out)["iter_num"] == 2
+    assert (names(out), names(before)) == (["ckpt.pt", "metrics.jsonl", "report.md", "run.json", "run.lock"], old)
+    assert ([*losses], torch_load(out)["iter_num"]) == ([0, 1], 2)
     losses, _, _ = train(before, data, FEW, "--init_from=resume", "--max_iters=13")
     assert [*losses] == list(range(14))
     assert [ran.curves["iter/loss"][-1][0] for ran in dashboard.read([str(out), str(before)])] == [1, 13]
@@ -162,8 +154,7 @@ def test_a_kill_at_any_moment_leaves_a_run_that_resumes(out):
         with mock.patch(f"os.{killed}", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             set_aside(str(out), lock)
         lock.close()
-        assert out.exists() == (killed == "rename")
-        assert names(place) == files
+        assert (out.exists(), names(place)) == (killed == "rename", files)
         resumed = checkpoints(place)
         assert resumed.load("resume")["iter_num"] == 4
         resumed._lock.close()
@@ -223,8 +214,7 @@ def test_a_link_to_a_folder_stays(out):
     link = out.with_name("link")
     link.symlink_to(out)
     start_anew(link)
-    assert link.resolve() == out
-    assert names(out) == ["run.lock"]
+    assert (link.resolve(), names(out)) == (out, ["run.lock"])
     assert (out.with_name("out.before-1") / "ckpt.pt").exists()
 
 

@@ -1,15 +1,16 @@
-"""run/progress.py: a bar at the bottom of a terminal; what rank 0 prints scrolls above it; a file or a pipe gets nothing."""
+"""run/progress.py and distributed/exits.py: a bar on a terminal, above which lines scroll; nobody has to read the lines."""
 
 import os
 import pty
 import re
+import subprocess
 import termios
 from functools import partial
 from multiprocessing.connection import wait
 
 import faults
 import pytest
-from scripts import SETTINGS, Forked, run
+from scripts import FEW, Forked, command, events_of, run, torch_load, train, training
 
 PROGRAM = """
 import sys
@@ -103,9 +104,61 @@ def test_train_shows_the_bar_and_prints_what_it_prints_to_a_file(data, tmp_path)
         measured = r"[\d.,:-]+(?=( ?ms| ?%| s,| tok| GB| MB at| TFLOP| \(h:mm:ss))"
         return [re.sub(measured, "N", line) for line in text.splitlines() if line]
 
-    line = ["train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=6"]
+    line = training(tmp_path, data, "--max_iters=6")
     written = on_terminal(*line, columns=300)
     assert any(text.startswith("iter 6/6 |") and ", loss " in text for text in drawn(written))
     for path in tmp_path.iterdir():
         path.unlink()
     assert printed("\n".join(screen(written))) == printed(run(*line).stdout)
+
+
+def run_into(stdout, script, *arguments, ranks=0, **variables):
+    """Run a script to its end, as a user does, whose output goes to a file or a pipe."""
+    how = {"env": {**os.environ, "OMP_NUM_THREADS": "1", **variables}, "stderr": subprocess.PIPE, "text": True, "timeout": 240}
+    with stdout:
+        return subprocess.run(command(script, *arguments, ranks=ranks), stdout=stdout, **how)
+
+
+def closed_pipe():
+    """The end to write to, of a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+def full_disk():
+    return open("/dev/full", "w")
+
+
+@pytest.mark.parametrize("lost", [closed_pipe, full_disk])
+def test_a_run_whose_log_cannot_be_written_goes_on(data, tmp_path, lost):
+    run = run_into(lost(), *training(tmp_path, data, FEW, "--max_iters=8"))
+    assert run.returncode == 0, run.stderr
+    assert len(re.findall("<stdout> cannot be written: .*; the run goes on", run.stderr)) == 1
+    assert torch_load(tmp_path)["iter_num"] > 0
+    assert (tmp_path / "report.md").exists()
+    assert not any("mfu" in event for event in events_of(tmp_path)), "of a CPU"
+
+
+def test_text_that_the_encoding_lacks_is_escaped(tmp_path):
+    output = open(tmp_path / "printed", "w")  # noqa: SIM115
+    run = run_into(output, "sample.py", f"--out_dir={tmp_path}/\N{SNOWMAN}", PYTHONIOENCODING="ascii", LC_ALL="C")
+    assert run.returncode == 2, run.stderr
+    assert "\\u2603" in (tmp_path / "printed").read_text() + run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("script", ["sample.py", "evaluate.py", "plan.py", "dashboard.py", "train.py"])
+def test_head_ends_a_script_without_an_error(script):
+    run = run_into(closed_pipe(), script, "--help")
+    assert not re.search("Traceback|Exception", run.stderr)
+    assert run.returncode in (0, -13)
+
+
+def test_head_ends_no_rank_with_an_error(data, tmp_path):
+    """The others wait for rank 0, which prints."""
+    train(tmp_path, data, FEW, "--max_iters=0")
+    run = run_into(closed_pipe(), "evaluate.py", f"--out_dir={tmp_path}", "--device=cpu", ranks=2)
+    assert run.returncode == 0, run.stderr
+    assert "Traceback" not in run.stderr
+    assert (tmp_path / "evaluation.json").exists()

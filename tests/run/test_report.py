@@ -12,7 +12,7 @@ import faults
 import numpy as np
 import pytest
 from conftest import shared_data, write_meta
-from scripts import FEW, SETTINGS, Forked, events_of, run, torch_load, train
+from scripts import FEW, Forked, events_of, run, torch_load, train, training
 
 from data.dataset import Dataset
 from data.vocabulary import bytes_of_tokens
@@ -104,8 +104,7 @@ def test_what_is_not_known_is_left_out_and_the_first_iteration_is_not_taken_for_
 
 def test_figures_of_an_earlier_process_are_not_mixed_with_those_of_a_later_one():
     again = {"iter": 9, "memory/predicted_state_mb": 1.0, "memory/predicted_peak_mb": 3.0}
-    exposed = {"comm/exposed_ms": 2.0, "comm/exposed_percent": 10.0}
-    sharded = {"iter": 8, **exposed, "comm/sent_mb_per_step": 3.0}
+    sharded = {"iter": 8, "comm/exposed_ms": 2.0, "comm/exposed_percent": 10.0, "comm/sent_mb_per_step": 3.0}
     exposed_text = "2.0 ms of a step exposed, 10 % (medians)"
     assert report.rows(summary([*EVENTS, sharded]))["communication"] == f"{exposed_text}; 3.0 MB sent per step"
     rows = report.rows(summary([*EVENTS, sharded, again]))
@@ -131,8 +130,7 @@ def test_bytes_per_token_are_counted_where_the_vocabulary_has_texts(data, tmp_pa
     tokens = dataset.tokens["val"][:]
     assert dataset.bytes_per_token("val") == pytest.approx(1 + (tokens < 10).mean())
     dataset.meta["itos"] = dict.fromkeys(range(28), "a")
-    assert (tokens == 28).any()
-    assert dataset.bytes_per_token("val") is None, "a token without a text"
+    assert (28 in tokens, dataset.bytes_per_token("val")) == (True, None), "a token without a text"
 
 
 def test_bytes_of_gpt2s_tokens_are_known_if_nothing_is_to_be_downloaded(tmp_path, monkeypatch):
@@ -145,8 +143,7 @@ def test_bytes_of_gpt2s_tokens_are_known_if_nothing_is_to_be_downloaded(tmp_path
     assert np.isnan(bytes_of_tokens(None)).all()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", shared_data("tiktoken_cache"))
     lengths, encoding, text = bytes_of_tokens(None), tiktoken.get_encoding("gpt2"), "naïve 日本 skis"
-    assert lengths[encoding.encode(text)].sum() == len(text.encode())
-    assert lengths[encoding.eot_token] == 0
+    assert (lengths[encoding.encode(text)].sum(), lengths[encoding.eot_token]) == (len(text.encode()), 0)
     assert np.isnan(lengths[encoding.n_vocab :]).all()
     assert not requested
 
@@ -162,18 +159,16 @@ def test_bits_per_byte_are_beside_every_loss(data, tmp_path):
     events = [event for event in events_of(tmp_path) if "val/loss" in event]
     bits = [loss / math.log(2) / size for _, loss in evaluations.values()]
     assert [event["val/bits_per_byte"] for event in events] == pytest.approx(bits)
-    assert re.findall(r"^step .*, val loss \S+ \((.*) bits per byte\)$", printed, re.MULTILINE) == [
-        f"{bit:.4f}" for bit in bits
-    ]
+    said = re.findall(r"^step .*, val loss \S+ \((.*) bits per byte\)$", printed, re.MULTILINE)
+    assert said == [f"{bit:.4f}" for bit in bits]
     assert card(tmp_path)[0]["val loss"].endswith(f"; the best is {min(bits):.4f} bits per byte")
 
 
 def test_a_run_ends_when_it_reaches_its_loss(data, tmp_path):
-    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--stop_at_val_loss=3.0", "--max_iters=99"]
-    first = run("train.py", *arguments, ranks=2).succeeded()
+    line = training(tmp_path, data, "--stop_at_val_loss=3.0", "--max_iters=99")
+    first = run(*line, ranks=2).succeeded()
     events = events_of(tmp_path)
     *above, reached = [event for event in events if "val/loss" in event]
-    assert above
     assert min(event["val/loss"] for event in above) > 3.0 >= reached["val/loss"]
     end = torch_load(tmp_path)["iter_num"]
     assert end == reached["iter"] == max(event["iter"] for event in events if "iter/loss" in event) + 1
@@ -182,9 +177,8 @@ def test_a_run_ends_when_it_reaches_its_loss(data, tmp_path):
     time = timedelta(seconds=round(reached["time/elapsed_s"]))
     expected = f"{reached['val/loss']:.4f} after {end} iterations, {end * TOKENS_PER_ITER:,} tokens, {time} (h:mm:ss)"
     assert rows["target"] == f"val loss {expected}"
-    again = run("train.py", *arguments, "--init_from=resume").succeeded()
-    assert len(re.findall(r"^iter \d+:", first.stdout, re.MULTILINE)) == end
-    assert not re.findall(r"^iter \d+:", again.stdout, re.MULTILINE)
+    again = run(*line, "--init_from=resume").succeeded()
+    assert [len(re.findall(r"^iter \d+:", each.stdout, re.MULTILINE)) for each in (first, again)] == [end, 0]
     assert card(tmp_path)[0]["target"].startswith(f"val loss {reached['val/loss']:.4f} after {end} iterations, ")
     assert "--init_from=resume and a lower --stop_at_val_loss" in (tmp_path / report.NAME).read_text()
 
@@ -205,18 +199,17 @@ def test_the_loss_of_the_training_split_ends_no_run(data, tmp_path):
 
 def test_a_killed_and_resumed_run_counts_once(data, tmp_path):
     """Each iteration is a twentieth of a second longer. What the killed process did beyond its checkpoint is done again."""
-    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--eval_interval=4", "--keep_checkpoints=9"]
-    slow = partial(faults.rank_1_computes_slowly, 0.05 / 3)
-    with Forked("train.py", *arguments, "--max_iters=100000", ranks=2, before=slow) as forked:
+    line = training(tmp_path, data, "--eval_interval=4", "--keep_checkpoints=9")
+    slow = partial(faults.on_last_rank, faults.takes_longer, "model:GPT.forward", 0.05 / 3)
+    with Forked(*line, "--max_iters=100000", ranks=2, before=slow) as forked:
         forked.wait_for("iter 11:")
         for pid in forked.pids:
             os.kill(pid, signal.SIGKILL)
         forked.finish()
     assert not (tmp_path / report.NAME).exists()
-    killed = events_of(tmp_path)
-    saved_s = torch_load(tmp_path)["elapsed_s"]
-    assert torch_load(tmp_path)["iter_num"] == 8
-    resumed = run("train.py", *arguments, "--max_iters=13", "--init_from=resume", ranks=2).succeeded()
+    killed, saved = events_of(tmp_path), torch_load(tmp_path)
+    assert saved["iter_num"] == 8
+    resumed = run(*line, "--max_iters=13", "--init_from=resume", ranks=2).succeeded()
     events = events_of(tmp_path)
     rows, title = card(tmp_path)
     assert title == "done, 14 iterations"
@@ -231,13 +224,11 @@ def test_a_killed_and_resumed_run_counts_once(data, tmp_path):
     assert rows["time"] == f"{timedelta(seconds=round(times[-1]))} (h:mm:ss), {with_what}"
     at_8 = next(event["time/elapsed_s"] for event in events if event["iter"] == 8 and "val/loss" in event)
     at_11 = next(event["time/elapsed_s"] for event in killed if event["iter"] == 11)
-    assert saved_s < at_8 < at_11, "four iterations of the killed process do not count"
+    assert saved["elapsed_s"] < at_8 < at_11, "four iterations of the killed process do not count"
     assert "\n".join(f"{label:<15}{text}" for label, text in rows.items()) in resumed.stdout
 
 
 def test_a_run_that_ends_with_an_error_says_so_in_its_card(data, tmp_path):
     hooks = partial(faults.run_exit_hooks, faults.error_in_iteration, 3)
-    process = run("train.py", *SETTINGS, FEW, f"--dataset={data}", f"--out_dir={tmp_path}", before=hooks)
-    assert process.returncode == 1
-    assert "an error in the program" in process.stderr
+    run(*training(tmp_path, data, FEW), before=hooks).failed("an error in the program")
     assert card(tmp_path)[1] == "ended by an error, see the traceback"

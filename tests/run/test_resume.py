@@ -1,21 +1,28 @@
-"""train.py --init_from=resume: a run goes on from any checkpoint of ours or nanoGPT's as if it had never stopped."""
+"""train.py --init_from=resume: a run goes on from any checkpoint as if it had never stopped; and where none can be written."""
 
+import contextlib
 import os
 import re
 import shutil
+import subprocess
+from functools import partial
 
+import faults
 import pytest
 import torch
+from checkpoints import VALUES
 from conftest import write_meta
-from scripts import FEW, SETTINGS, events_of, run, torch_load, train
+from scripts import FEW, events_of, run, torch_load, train, training
 from toy import assert_equal
 
 from data.dataset import Dataset
 from distributed.signals import Action
+from model import GPT, GPTConfig
 from run.checkpoint_folder import find
 from run.checkpoints import Checkpoints
 from run.rank_checks import check_vocabulary
 from zero import checkpoint as ckpt
+from zero.checkpoint.__main__ import main
 
 SIX_KEYS = {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
 SAVING_MEMORY = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8", "--loss_chunk=8", "--activation_checkpointing=True"]
@@ -120,14 +127,11 @@ def test_when_a_checkpoint_is_due_and_which_is_kept(tmp_path, always):
     optimizer = torch.optim.AdamW(model.parameters())
 
     def save(iteration, is_best):
-        values = {"iter_num": iteration, "model_args": {}, "best_val_loss": 1.0, "config": {}}
-        checkpoints.save(model, optimizer, values, is_best)
+        checkpoints.save(model, optimizer, {**VALUES, "iter_num": iteration}, is_best)
         return [ckpt.load(find(str(tmp_path), best)[0])["iter_num"] for best in (False, True)]
 
-    assert [checkpoints.action_due(iteration, is_end=False) for iteration in (0, 3, 4)] == [
-        *(Action.CONTINUE, Action.CONTINUE),
-        Action.SAVE,
-    ]
+    due = [checkpoints.action_due(iteration, is_end=False) for iteration in (0, 3, 4)]
+    assert due == [Action.CONTINUE, Action.CONTINUE, Action.SAVE]
     assert save(4, is_best=False) == [4, 4]
     assert checkpoints.action_due(4, is_end=True) == Action.CONTINUE, "just saved"
     assert checkpoints.action_due(5, is_end=True) == Action.SAVE
@@ -149,18 +153,6 @@ def test_when_a_checkpoint_is_due_and_which_is_kept(tmp_path, always):
         assert save(16, is_best=False)[0] == 16
 
 
-def test_an_end_without_an_evaluation_is_saved_beside_the_best(data, tmp_path):
-    """And goes on from there, with the losses of a run that has not ended."""
-    settings = "--always_save_checkpoint=False", "--lr_decay_iters=20"
-    whole, evaluations, _ = train(tmp_path / "whole", data, *settings, "--max_iters=9")
-    train(tmp_path / "run", data, *settings, "--max_iters=6")
-    assert torch_load(tmp_path / "run")["iter_num"] == 7
-    resumed, _, _ = train(tmp_path / "run", data, *settings, "--init_from=resume", "--max_iters=9")
-    assert [resumed[i] for i in range(7, 10)] == [whole[i] for i in range(7, 10)]
-    best = min((i for i in evaluations if i), key=lambda i: evaluations[i][1])
-    assert ckpt.load(find(str(tmp_path / "whole"), best=True)[0])["iter_num"] == best
-
-
 def test_a_run_begins_with_the_weights_of_another(data, tmp_path):
     train(tmp_path / "first", data)
     unchanged = "--learning_rate=1e-30", "--min_lr=0", "--max_iters=1", f"--init_from={tmp_path / 'first'}"
@@ -180,10 +172,8 @@ def test_another_dataset_is_named_and_so_are_settings_without_effect(data, runs,
     losses, _, printed = train(out, str(other), *flags, "--max_iters=21")
     assert sorted(losses) == list(range(22))
     assert torch_load(out)["data_position"] == 20 * 12 + 2 * 24
-    assert (
-        f"note: the run goes on with other data: dataset {other}; until the checkpoint it was dataset {data}; "
-        "another number of tokens changes their order in the middle of an epoch\n"
-    ) in printed
+    told = f"note: the run goes on with other data: dataset {other}; until the checkpoint it was dataset {data}; "
+    assert f"{told}another number of tokens changes their order in the middle of an epoch\n" in printed
     seen = [(of, count, len(Dataset(str(of), 16).tokens["train"])) for of, count in ((data, 240 * 16), (other, 48 * 16))]
     rows = [f"{of}: {count:,} tokens, {count / whole:.2f} epochs" for of, count, whole in seen]
     assert f"| data | {rows[0]}, then {rows[1]} |\n" in (out / "report.md").read_text()
@@ -194,9 +184,71 @@ def test_another_dataset_is_named_and_so_are_settings_without_effect(data, runs,
 def test_another_vocabulary_is_refused(data, other, out):
     write_meta(other, [chr(ord("a") + token) for token in range(29)])
     before = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "run.lock"}
-    line = run("train.py", *SETTINGS, f"--dataset={other}", f"--out_dir={out}", "--init_from=resume", ranks=2).refusal()
-    assert line.startswith(f"error: dataset {other} has another vocabulary (")
-    assert f"use the files of dataset {data} that it was trained on, or start a new run in another --out_dir" in line
+    remedy = f"use the files of dataset {data} that it was trained on, or start a new run in another --out_dir"
+    line = training(out, other, "--init_from=resume")
+    run(*line, ranks=2).refusal(f"error: dataset {other} has another vocabulary (", remedy)
     assert {path.name: path.read_bytes() for path in out.iterdir() if path.name != "run.lock"} == before
     with pytest.raises(ValueError, match=rf"dataset {other} has another vocabulary \(GPT-2's\) than the checkpoint"):
         check_vocabulary(torch_load(out), str(other), None)
+
+
+MODEL_BYTES = sum(tensor.nbytes for tensor in GPT(GPTConfig(16, 29, 2, 2, 32, 0.0, False)).state_dict().values())
+NOT_WRITTEN = "the run ends without its last checkpoint, which was not written"
+
+
+def test_a_checkpoint_that_cannot_be_written_in_the_background(data, tmp_path):
+    train(tmp_path, data, "--max_iters=0")
+    torch.save({**torch_load(tmp_path), "iter_num": 1996}, tmp_path / "ckpt.pt")
+    flags = "--init_from=resume", "--eval_interval=2000", "--async_save=True", "--max_iters=2014", FEW
+    printed = run(*training(tmp_path, data, *flags), limit=100_000).failed(NOT_WRITTEN).stdout
+    assert re.search(r"WARNING: the checkpoint was not written.*files from before are unchanged", printed)
+    assert re.search(r"^checkpoints .*; the last save failed: \[Errno 27\] File too large$", printed, re.M)
+    assert "iter 2014:" in printed, "the failed save of iteration 2000 does not end it"
+    assert torch_load(tmp_path)["iter_num"] == 1996
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A process in whose namespaces `tmp_path` is a disk with room for 1.8 checkpoints: its ID."""
+    mount = f"mount -t tmpfs -o size={int(1.8 * 3 * MODEL_BYTES)} tmpfs {tmp_path} && echo mounted && exec cat"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(["unshare", "-Urm", "sh", "-c", mount], **pipes) as process:
+        if process.stdout.readline() != b"mounted\n":
+            pytest.skip("this machine lets nobody mount a tmpfs in a namespace of their own")
+        yield process.pid
+
+
+def test_a_tmpfs_too_small_for_a_second_save(data, tmp_path, small_disk, capsys):
+    """The first one stands and is resumed from; a full disk ends no run before its end, and the exit code is 1 then."""
+    folder = f"/proc/{small_disk}/root{tmp_path}"
+
+    def trained(*more):
+        line = training(tmp_path, data, "--gradient_accumulation_steps=1", *more)
+        return run(*line, before=partial(faults.enter_namespaces, small_disk, "user", "mnt")).failed(NOT_WRITTEN).stdout
+
+    first = trained("--max_iters=12")
+    with contextlib.suppress(OSError), open(f"{folder}/fill", "wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    second = trained("--init_from=resume", "--max_iters=35")
+    os.remove(f"{folder}/fill")
+    assert first.count("WARNING: the checkpoint was not written") == 2, first
+    assert "WARNING: figures are missing" not in first
+    assert "at iteration 5: " in second
+    assert second.count("WARNING: the checkpoint was not written") == 7, "at iterations 10 to 36, not at 5, where it resumes"
+    lost = 36 - 5 - len([event for event in events_of(folder) if event["iter"] >= 5 and "iter/loss" in event])
+    # not for each line; again after a shorter one that has still found a place in the last page of the file
+    assert 1 <= second.count("WARNING: figures are missing") < lost
+    assert "iter 12: " in first
+    assert "iter 35: " in second
+    assert "ckpt_prev.pt" not in os.listdir(folder)
+    assert main(["inspect", f"{folder}/ckpt.pt"]) == 0
+    assert re.search(r"all checksums match.*\niter_num 5\n", capsys.readouterr().out, re.S)
+
+
+def test_a_checkpoint_that_is_refused_ends_the_run(data, tmp_path):
+    """A full disk would not end it."""
+    printed = run(*training(tmp_path, data), before=faults.nan_while_it_saves).failed().stdout
+    assert "WARNING: the checkpoint was not written: transformer.wte.weight is not finite" in printed
+    assert re.findall(r"^iter (\d+):", printed, re.M) == ["0", "1", "2", "3", "4", "5"]
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "report.md", "run.json", "run.lock"]

@@ -1,9 +1,10 @@
-"""run/wandb_run.py: wandb has every figure of metrics.jsonl, one run per job, and never ends a run."""
+"""run/wandb_run.py and logger.py: wandb has every figure of metrics.jsonl, whose lines stay whole, and never ends a run."""
 
 import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,9 +15,10 @@ from unittest import mock
 
 import faults
 import pytest
-from scripts import FEW, SETTINGS, Forked, events_of, run, torch_load
+from scripts import FEW, Forked, events_of, run, torch_load, training
 from wandb_server import serving
 
+from run import logger
 from run.logger import Logger
 from run.metrics import METRICS
 from run.wandb_run import WandbRun
@@ -29,18 +31,16 @@ def wandb_folder(tmp_path, monkeypatch):
     """The folder of offline runs; neither the user's login nor the user's settings count."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    for name in ("DATA", "CACHE", "CONFIG"):
-        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name.lower()))
+    folders = {"HOME": "", "WANDB_DIR": "", **{f"WANDB_{name.upper()}_DIR": name for name in ("data", "cache", "config")}}
+    for name, folder in folders.items():
+        monkeypatch.setenv(name, str(tmp_path / folder))
     monkeypatch.setenv("WANDB_MODE", "offline")
     return tmp_path / "wandb"
 
 
 @pytest.fixture
 def line(data, tmp_path):
-    where = f"--dataset={data}", f"--out_dir={tmp_path / 'out'}"
-    return ["train.py", *SETTINGS, FEW, "--max_iters=7", *where, "--wandb_log=True"]
+    return training(tmp_path / "out", data, FEW, "--max_iters=7", "--wandb_log=True")
 
 
 @pytest.fixture
@@ -65,12 +65,11 @@ def records(folder, kind):
 
 
 def rows(folder):
-    return without_what_wandb_adds(record["item"] for record in records(folder, "history"))
+    return without_what_wandb_adds([record["item"] for record in records(folder, "history")])
 
 
 def without_what_wandb_adds(rows):
     """The rows without _timestamp and such. The step of each row is its iteration."""
-    rows = list(rows)
     assert all(row["_step"] == row["iter"] for row in rows)
     return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
 
@@ -109,11 +108,10 @@ def test_an_offline_run_has_every_figure_of_metrics_jsonl(line, tmp_path, wandb_
     smallest = {metric["name"] for metric in records(folder, "metric") if metric.get("summary") == {"min": True}}
     assert smallest == {key for key, metric in METRICS.items() if metric.best == "min"} >= {"val/loss"}
     updates = [record.get("update", {}) for record in records(folder, "summary")]
-    values = [update["best_val_loss"] for update in updates if "best_val_loss" in update]
-    assert values[-1] == min(row["val/loss"] for row in expected if "val/loss" in row)
-    assert len(values) > 1, "known before the end"
-    (end,) = records(folder, "exit")
-    assert end["exit_code"] == 0
+    *before_the_end, best = [update["best_val_loss"] for update in updates if "best_val_loss" in update]
+    assert best == min(row["val/loss"] for row in expected if "val/loss" in row)
+    assert before_the_end
+    assert [end["exit_code"] for end in records(folder, "exit")] == [0]
 
 
 @pytest.mark.slow("a server of wandb", seconds=14)
@@ -142,13 +140,11 @@ def test_an_evaluation_goes_to_the_summary_of_the_run(line, tmp_path, wandb_fold
     trained = only(wandb_folder)
     run("evaluate.py", f"--out_dir={out}", "--wandb_log=True", ranks=2, cwd=tmp_path).succeeded()
     (evaluated,) = set(wandb_folder.glob("offline-run-*")) - {trained}
-    assert {record["run_id"] for folder in (trained, evaluated) for record in records(folder, "run")} == {
-        torch_load(out)["wandb_run_id"]
-    }
+    ids = {record["run_id"] for folder in (trained, evaluated) for record in records(folder, "run")}
+    assert ids == {torch_load(out)["wandb_run_id"]}
     assert rows(evaluated) == merged(out), "offline, the newest folder has all rows"
     values = {key: value for record in records(evaluated, "summary") for key, value in record.get("update", {}).items()}
-    results = json.loads((out / "evaluation.json").read_text())
-    assert values["evaluation/val_loss"] == results["evaluation/val_loss"]
+    assert values["evaluation/val_loss"] == json.loads((out / "evaluation.json").read_text())["evaluation/val_loss"]
 
 
 @pytest.mark.slow("a server of wandb", seconds=11)
@@ -186,8 +182,7 @@ def test_without_a_login_or_a_network_the_run_is_offline(line, tmp_path, wandb_f
 
 @pytest.mark.slow("a process of wandb", seconds=8)
 def test_training_goes_on_when_the_process_of_wandb_is_killed(line, tmp_path):
-    hooks = partial(faults.run_exit_hooks, faults.kill_wandb)
-    process = run(*line, "--max_iters=19", cwd=tmp_path, before=hooks).succeeded()
+    process = run(*line, "--max_iters=19", cwd=tmp_path, before=partial(faults.run_exit_hooks, faults.kill_wandb)).succeeded()
     assert process.stdout.count("WARNING: wandb has stopped") == 1
     # asyncio says this if wandb's client writes five times before it is told that the connection is gone
     assert set(process.stderr.splitlines()) <= {"socket.send() raised exception."}
@@ -211,9 +206,8 @@ def rows_of(fake):
 
 def test_an_event_that_comes_late_goes_into_the_newest_row(fake):
     wandb = WandbRun(CONFIG)
-    wandb.log({"iter": 4, "a": 1})
-    wandb.log({"iter": 2, "checkpoint/write_s": 1.0})
-    wandb.log({"iter": 5, "a": math.nan})
+    for event in ({"iter": 4, "a": 1}, {"iter": 2, "checkpoint/write_s": 1.0}, {"iter": 5, "a": math.nan}):
+        wandb.log(event)
     wandb.finish({"best_val_loss": 1.0}, 3)
     assert str(rows_of(fake)) == "[(4, {'iter': 4, 'a': 1}), (4, {'checkpoint/write_s': 1.0}), (5, {'iter': 5, 'a': nan})]"
     fake.summary.update.assert_called_once_with({"best_val_loss": 1.0})
@@ -281,3 +275,133 @@ def test_without_wandb_training_goes_on_with_one_line(line, tmp_path):
     (warning,) = [text for text in lines_about_wandb(process) if "WARNING" in text]
     assert re.fullmatch(r"WARNING: wandb does not start: .*; training goes on, metrics.jsonl has all figures", warning)
     assert [row["iter"] for row in merged(tmp_path / "out")] == [0, 1, 2, 3]
+
+
+LOGGED = {"wandb_log": False, "implementation": "sharded", "eval_interval": 5}
+
+
+def make(folder, resume_at=None):
+    return Logger(str(folder), resume_at, LOGGED)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("torn", ["", '{"iter": 9, "lo'])
+def test_a_resumed_run_goes_on_where_its_checkpoint_stands(tmp_path, torn):
+    """What the killed run has logged beyond it comes again; lines of others stay."""
+    before = ['{"iter": 3}', "a remark", "[1]", '{"iter": 4, "x": null}', '{"iter": 4}']
+    lost = ['{"iter": 5}', '{"iter": 5, "val/loss": 1.0}', '{"iter": 6}', '{"iter": 4, "late": 1}']
+    saves = [f'{{"iter": {iteration}, "checkpoint/write_s": 1.0}}' for iteration in (3, 5, 7)]
+    late = ['{"iter": 5}', saves[0], '{"iter": 6}', saves[1], '{"iter": 7}', saves[2]]
+    for beyond, stays in ((lost, []), ([], []), (late, saves[:2])):
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in before + beyond) + torn)
+        make(tmp_path, resume_at=5).log({"iter": 5})
+        assert (tmp_path / "metrics.jsonl").read_text().splitlines() == [*before, *stays, '{"iter": 5}']
+    make(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == "", "a new run"
+
+
+@pytest.mark.parametrize(("eval_interval", "kept"), [(4, True), (5, False)])
+def test_a_resumed_run_keeps_the_evaluation_that_it_does_not_repeat(tmp_path, eval_interval, kept):
+    events = [{"iter": 0, "val/loss": 4.0}, {"iter": 5, "val/loss": 1.5}, {"iter": 5, "lr": 0.1}, {"iter": 8, "val/loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    for _ in range(2):
+        log = Logger(str(tmp_path), 5, LOGGED | {"eval_interval": eval_interval})
+        log.log({"iter": 5, "lr": 0.1})
+        assert lines(tmp_path) == [events[0], *([events[1]] if kept else []), events[2]]
+        assert log.summary.figures()["best_val_loss"] == (1.5 if kept else 4.0)
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """Replaces the wandb run by notes of its calls; returns a Logger with one."""
+
+    def noted(config, run_id=None):
+        return mock.create_autospec(WandbRun, instance=True, id=run_id, lacks_history=run_id == "offline")
+
+    monkeypatch.setattr(logger, "WandbRun", noted)
+    return lambda folder, resume_at=None, run_id=None, **more: Logger(str(folder), resume_at, LOGGED | more, run_id)
+
+
+def test_what_is_not_finite_is_null_in_the_file_and_itself_in_wandb_and_so_are_alerts(tmp_path, wandb):
+    event = {"iter": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 2.0, "e": None}
+    log = wandb(tmp_path)
+    log.log(event)
+    log.wandb.log.assert_called_once_with(event)
+    log.alert("Loss not finite", "at iteration 3", 3)
+    log.wandb.alert.assert_called_once_with("Loss not finite", "at iteration 3")
+    warned = {"iter": 3, "warning": "Loss not finite: at iteration 3"}
+    assert lines(tmp_path) == [{"iter": 1, "a": None, "b": None, "c": None, "d": 2.0, "e": None}, warned]
+
+
+def test_wandb_gets_the_run_that_goes_on_and_the_rows_that_it_lacks(tmp_path, wandb):
+    lines = [
+        f'{{"iter": 0, "by_layer": {{"a": 1}}, "iter/loss": "abc", "lr": 1{400 * "0"}}}',
+        *("a remark", "[7]", "[" * 100_000),
+        *('{"iter": 2}', '{"iter": 4}', '{"iter": 2, "checkpoint/bytes": 7}', '{"iter": 9, "to'),
+    ]
+    for run_id, events in (("abc", []), ("offline", [{"iter": 0}, {"iter": 2, "checkpoint/bytes": 7}])):
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+        log = wandb(tmp_path, 2, run_id)
+        assert (log.wandb.id, log.wandb.log.mock_calls) == (run_id, [mock.call(event) for event in events])
+    log.finish("failed")
+    assert log.wandb.finish.call_args[0][1] == 1
+    assert wandb(tmp_path).wandb.id is None, "a new run"
+
+
+def test_run_json_lists_what_a_resumed_run_has_changed(tmp_path):
+    def parts(resume_at, implementation, world_size=2):
+        Logger(str(tmp_path), resume_at, LOGGED | {"implementation": implementation, "world_size": world_size})
+        content = json.loads((tmp_path / "run.json").read_text())
+        assert content["implementation"] == implementation
+        return [(part["from_iter"], part["implementation"], part["world_size"]) for part in content["parts"]]
+
+    assert parts(None, "sharded") == [(0, "sharded", 2)]
+    assert parts(10, "sharded") == [(0, "sharded", 2)]
+    assert parts(20, "torch") == [(0, "sharded", 2), (20, "torch", 2)]
+    assert parts(30, "torch", 4) == [(0, "sharded", 2), (20, "torch", 2), (30, "torch", 4)]
+    assert parts(20, "adamw") == [(0, "sharded", 2), (20, "adamw", 2)], "from an older checkpoint"
+    assert parts(None, "adamw") == [(0, "adamw", 2)]
+    (tmp_path / "run.json").write_text('{"parts": []}')  # of an earlier version
+    Logger(str(tmp_path), 30, LOGGED | {"dataset": "a", "train_tokens": 7, "from_tokens": 480})
+    assert json.loads((tmp_path / "run.json").read_text())["data"][0]["from_tokens"] == 0
+    for damaged in ("damaged", '{"parts": ["a"]}', '{"parts": 7}', '{"parts": [{"from_iter": 0}]}', "[" * 100_000):
+        (tmp_path / "run.json").write_text(damaged)
+        assert parts(30, "adamw") == [(30, "adamw", 2)]
+
+
+def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):
+    def picked(call):
+        return {key: call.call_args[0][0][key] for key in expected}
+
+    log = wandb(tmp_path)
+    for iteration, speed in enumerate((10.0, 30.0, 20.0, 90.0)):
+        log.log({"iter": iteration, "val/loss": 3.0 - iteration, "lr": 0.1})
+        log.log({"iter": iteration, "throughput/tokens_per_second": speed, "memory/peak_mb": 100.0 - iteration})
+    expected = {"peak_memory_mb": 100.0, "median_tokens_per_second": 20.0}
+    expected |= {"first_val_loss": 3.0, "best_val_loss": 2.0, "last_val_loss": 2.0}
+    assert picked(log.wandb.summarize) == expected | {"best_val_loss": 0.0, "last_val_loss": 0.0}
+    log.finish()
+    resumed = wandb(tmp_path, 2, eval_interval=1)
+    resumed.wandb.summarize.assert_not_called()
+    resumed.log({"iter": 2, "val/loss": math.nan})
+    resumed.finish()
+    assert picked(resumed.wandb.finish) == expected
+    assert resumed.wandb.finish.call_args[0][0]["restarts"] == 1
+
+
+def test_a_full_disk_is_mentioned_once_and_tears_no_line(tmp_path, capsys):
+    log = make(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30, limits[1]))  # bytes per file: a write takes what fits, the next fails
+        for iteration in range(10, 15):
+            log.log({"iter": iteration})  # 13 bytes
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"iter": 10}\n{"iter": 11}\n'
+    assert capsys.readouterr().out.count("figures are missing from") == 1
+    log.log({"iter": 15})
+    assert (tmp_path / "metrics.jsonl").read_text().endswith('11}\n{"iter": 15}\n')

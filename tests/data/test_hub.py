@@ -1,8 +1,14 @@
-"""data/fineweb_edu/prepare.py: shards from the hub and from local files, the same ones after any number of stops."""
+"""data/fineweb_edu/prepare.py and openwebtext/prepare.py: from a small server that stands for the hub, and from local files."""
 
+import io
 import json
+import lzma
 import os
+import re
+import sys
+import tarfile
 from itertools import chain
+from types import SimpleNamespace
 from unittest import mock
 
 import hub
@@ -27,8 +33,7 @@ FILES = {
 @pytest.fixture
 def prepare(tmp_path, monkeypatch):
     """Runs a copy of the script that writes shards of 50 tokens, reading one document at a time."""
-    constants = {"SHARD = 100_000_000": f"SHARD = {SHARD}"}
-    script, run = hub.script_with("fineweb_edu", tmp_path, constants, monkeypatch)
+    script, run = hub.script_with("fineweb_edu", tmp_path, {"SHARD = 100_000_000": f"SHARD = {SHARD}"}, monkeypatch)
     monkeypatch.setattr(common, "_BATCH", 1)
     with hub.serving("HuggingFaceFW/fineweb-edu", monkeypatch) as server:
         server.files = FILES
@@ -96,7 +101,7 @@ def test_a_stop_between_the_shards_leaves_those_of_before(prepare, limit, moves)
     assert list(chain(*shards(prepare.folder).values())) == STREAM
 
 
-def test_local_files(prepare, tmp_path):
+def test_local_files_of_fineweb_edu(prepare, tmp_path):
     folder = tmp_path / "texts" / "more"
     folder.mkdir(parents=True)
     (folder / "a.parquet").write_bytes(parquet(*TEXTS[:4]))
@@ -130,3 +135,87 @@ def test_wrong_input_takes_one_line_and_the_shards_stand(prepare, tmp_path, caps
         path.write_bytes(content)
     assert message.replace("PATH", str(path)) in refusal(capsys, prepare, "--input", str(path))
     assert shards(prepare.folder) == before
+
+
+NAME = "Skylion007/openwebtext"
+DOCUMENTS = [f"document {number}" for number in range(6)]
+
+
+@pytest.fixture
+def openwebtext(tmp_path, monkeypatch):
+    """Runs a copy of the script, which believes that OpenWebText has six documents and takes every third for validation."""
+    constants = {"DOCUMENTS = 8_013_769": "DOCUMENTS = 6", "VALIDATION_EVERY = 2000": "VALIDATION_EVERY = 3"}
+    script, run_script = hub.script_with("openwebtext", tmp_path, constants, monkeypatch)
+    with hub.serving(NAME, monkeypatch) as server:
+
+        def run(files):
+            server.files = files
+            run_script()
+            tokens = {split: np.fromfile(script.with_name(f"{split}.bin"), dtype=np.uint16) for split in ("train", "val")}
+            return {split: "".join(map(chr, tokens)).split("\0") for split, tokens in tokens.items()}
+
+        run.folder = script.parent
+        yield run
+
+
+def tar(files):
+    with tarfile.open(fileobj=(archive := io.BytesIO()), mode="w") as members:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            members.addfile(member, io.BytesIO(content))
+    return archive.getvalue()
+
+
+def subset(number, *texts):
+    """A tar file of one .xz file per text, each of which is a tar file of one document."""
+    name = f"openwebtext/urlsf_subset{number:02d}"
+    parts = {f"{name}-{i}_data.xz": lzma.compress(tar({f"{i}.txt": text.encode()})) for i, text in enumerate(texts)}
+    return tar({"openwebtext/readme": b"no document", **parts})
+
+
+SCRIPT = {"openwebtext.py": b"", "README.md": b""}
+PARQUET = {f"plain_text/train-0000{i}-of-00002.parquet": parquet(*DOCUMENTS[3 * i : 3 * i + 3]) for i in (1, 0)}
+ARCHIVES = {f"subsets/urlsf_subset{i:02d}.tar": subset(i, *DOCUMENTS[3 * i : 3 * i + 3]) for i in (1, 0)}
+OTHERS = {"subsets/urlsf_subset00.tar": subset(0, "not this")}
+HALF = {"plain_text/partial-train/0000.parquet": parquet(*DOCUMENTS[:3])}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [{**PARQUET, **OTHERS}, {**ARCHIVES, **HALF}, {**PARQUET, **ARCHIVES, **HALF}, {**SCRIPT, **ARCHIVES}],
+    ids=["parquet", "a part as parquet", "two versions as parquet", "archives"],
+)
+def test_where_the_documents_come_from(openwebtext, files):
+    assert openwebtext(files) == {"train": [*DOCUMENTS[1:3], *DOCUMENTS[4:], ""], "val": [DOCUMENTS[0], DOCUMENTS[3], ""]}
+
+
+def test_blank_lines_of_the_archives_are_removed(openwebtext):
+    archives = {"subsets/urlsf_subset00.tar": subset(0, "\n\none\n\n\n\ntwo\n\nthree\n", *DOCUMENTS[1:])}
+    assert openwebtext(archives)["val"][0] == "one\n\ntwo\n\nthree"
+
+
+BROKEN = mock.Mock(side_effect=RuntimeError("of two\nlines"))
+
+
+@pytest.mark.parametrize(
+    ("files", "library", "message"),
+    [
+        ({"subsets/0.tar": subset(0, *DOCUMENTS[:5])}, {}, "has only 5 of the 6 documents of Skylion007/openwebtext"),
+        ({**SCRIPT, **HALF}, {}, "has only 0 of the 6 documents"),
+        ({"subsets/0.tar": subset(0, *DOCUMENTS[:3]), "subsets/1.tar": None}, {}, "after 3 documents (HfHubHTTPError: "),
+        ({"subsets/0.tar": subset(0, *DOCUMENTS)[:5000]}, {}, "after 4 documents (ReadError: unexpected end of data)"),
+        ({"train.parquet": b"no parquet"}, {}, "after 0 documents (ArrowInvalid: "),
+        ({}, {}, "Skylion007/openwebtext (repository not found)"),
+        ({}, {"huggingface_hub": SimpleNamespace(HfFileSystem=BROKEN)}, "(RuntimeError: of two lines)"),
+        ({}, {"huggingface_hub": None}, "the download needs huggingface_hub; pip install -e '.[openwebtext]', or "),
+        (SCRIPT, {"pyarrow": None}, "the download needs pyarrow; pip install -e '.[openwebtext]', or "),
+    ],
+)  # fmt: skip
+def test_errors_take_one_line_and_the_old_file_stands(openwebtext, files, library, message, monkeypatch, capsys):
+    (openwebtext.folder / "train.bin").write_bytes(b"old")
+    for name, module in library.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert re.search(f"{re.escape(message)}.*give a local copy with --input FILE$", refusal(capsys, openwebtext, files))
+    assert sorted(os.listdir(openwebtext.folder)) == ["prepare.py", "train.bin"]
+    assert (openwebtext.folder / "train.bin").read_bytes() == b"old"

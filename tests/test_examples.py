@@ -1,13 +1,32 @@
-"""The wheel: the package zero, with a version and types."""
+"""The programs in examples/ run as they stand there, and with the wheel: the package zero, with a version and types."""
 
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
+from scripts import run
+from toy import assert_equal
+
+
+def test_the_example_resumes_as_if_it_had_not_stopped(tmp_path):
+    program = Path(ROOT, "examples", "sharded.py").read_text()
+    assert program.count('saved["step"] + 10') == 1
+    states = []
+    for starts, steps in ((2, 10), (1, 20)):
+        folder = tmp_path / f"{starts}"
+        folder.mkdir()
+        text = program.replace('saved["step"] + 10', f'saved["step"] + {steps}')
+        (folder / "sharded.py").write_text(f"import torch; torch.manual_seed(0)\n{text}")
+        for _ in range(starts):
+            run(str(folder / "sharded.py"), ranks=2, cwd=folder).succeeded()
+        states.append(torch.load(folder / "state.pt"))
+    assert states[0]["step"] == 20
+    assert_equal(*states)
 
 
 @pytest.mark.slow("pip builds and installs a wheel", seconds=40)
@@ -33,6 +52,5 @@ def test_the_wheel_has_the_package_and_its_example_runs(tmp_path):
     assert (tmp_path / "installed" / "zero" / "py.typed").exists()
     for step in (10, 20):
         launch = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-        printed = run(*launch, os.path.join(ROOT, "examples", "sharded.py"))
-        assert printed.startswith(f"step {step}: loss ")
+        assert run(*launch, os.path.join(ROOT, "examples", "sharded.py")).startswith(f"step {step}: loss ")
     assert torch.load(tmp_path / "state.pt")["step"] == 20

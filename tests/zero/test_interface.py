@@ -109,7 +109,7 @@ def without_state():
     """Nothing is gathered: before the first step, twice, and of a class without state, where later steps go on."""
     for optimizer_class, steps in ((AdamW, 0), (SGD, 1), (torch.optim.Adagrad, 0)):
         torch.manual_seed(0)
-        small = nn.Linear(8, 1)
+        small = nn.Linear(8, 1, bias=False)
         optimizer = ShardedOptimizer(small.parameters(), optimizer_class, lr=0.01)
         assert bool(optimizer.placed.owned) == (dist.get_rank() == 0), "the last rank has nothing"
         for _ in range(steps + 2):

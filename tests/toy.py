@@ -100,10 +100,10 @@ def train(model, optimizer, rank, steps, clip=0.0, first=0, micro_steps=1, decay
     getattr(optimizer, "synchronize", int)()  # with overlap
 
 
-def of_rank_0(value):
-    """What rank 0 passes, on all ranks."""
+def of_rank_0(value, group=None):
+    """What rank 0 passes, on all ranks of the group."""
     values = [value]
-    dist.broadcast_object_list(values)
+    dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
 
 

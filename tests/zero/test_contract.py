@@ -14,7 +14,7 @@ from multiprocessing import util
 import pytest
 import torch
 import torch.distributed as dist
-from nets import TINY_MB, backward, inputs, late_gathers, net, wrap
+from nets import TINY_MB, backward, inputs, late_gathers, loss_of, net, steps, wrap
 from ranks import context, run_in_turn
 from torch import nn
 
@@ -25,22 +25,11 @@ from zero.gradients import SentGradient
 MASTERS = ("bfloat16", "bfloat16_remainder")
 
 
-def trained(module=None, steps=2, param_dtype="float32", **options):
+def trained(module=None, count=2, **options):
     """A wrapped module after some steps, the last of which may still be in flight."""
-    model, optimizer = wrap(module or net(), param_dtype=param_dtype, **options)
-    for step in range(steps):
-        step_of(model, optimizer, step)
+    model, optimizer = wrap(module or net(), **options)
+    steps(model, optimizer, count)
     return model, optimizer
-
-
-def step_of(model, optimizer, step=0):
-    loss_of(model, step).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def loss_of(model, step=0):
-    return model(inputs(step).to(next(model.parameters()).dtype)).float().square().sum()
 
 
 def refused(message, do, *args):
@@ -61,7 +50,7 @@ def parameters_are_there():
         module = net()
         prepare(module)
         with late_gathers():
-            model, optimizer = trained(module, steps=1, overlap=[module[0]])
+            model, optimizer = trained(module, 1, overlap=[module[0]])
             seen = {}
 
             def look(part, *_, seen=seen, module=module, optimizer=optimizer):
@@ -76,7 +65,7 @@ def parameters_are_there():
             (first, *_, weight, bias), is_in_flight = seen[module]
             assert (first, weight, bias, is_in_flight) == (False, True, True, True)
             assert seen[module[0]] == ([True] * 4, False)
-            step_of(model, optimizer, 1)
+            steps(model, optimizer, first=1)
             optimizer.synchronize()
             assert all(param.isfinite().all() for param in module.parameters())
 
@@ -86,10 +75,10 @@ def a_compiled_whole_waits():
     for how in ("before", "inside", "after"):
         module = net()
         inner = torch.compile(module, backend="eager") if how == "before" else module
-        if how == "inside":
-            module.compile(backend="eager")
         with late_gathers():
-            model, _ = trained(inner, steps=1, overlap=[module[2]])
+            if how == "inside":
+                module.compile(backend="eager")
+            model, _ = trained(inner, 1, overlap=[module[2]])
             if how == "after":
                 module.compile(backend="eager")
             assert loss_of(model).isfinite()
@@ -110,24 +99,18 @@ def a_tied_weight_is_there_for_both():
             optimizer.zero_grad()
 
 
-def without_units_nothing_is_in_flight():
-    with late_gathers():
-        model, optimizer = trained(steps=1)
-        assert not in_flight(optimizer)
-        assert all(param.isfinite().all() for param in model.parameters())
-        assert not any(part._forward_pre_hooks for part in model.modules())
-
-
 def what_waits_by_itself(name):
     module = net()
     with late_gathers():
-        model, optimizer = trained(module, steps=1, overlap=[module[0], module[2]])
-        assert in_flight(optimizer) > 0
+        model, optimizer = trained(module, 1, overlap=[module[0], module[2]] if name else ())
+        assert (in_flight(optimizer) > 0) == bool(name)
         WAIT[name](model, optimizer)
         assert all(param.isfinite().all() for param in module.parameters())
+        assert bool(name) == any(part._forward_pre_hooks for part in model.modules())
 
 
 WAIT = {
+    "": lambda model, optimizer: None,  # without units nothing is in flight
     "save weights": lambda model, optimizer: ckpt.model_state_dict(model.module, optimizer),
     "save state": lambda model, optimizer: ckpt.consolidate(optimizer),
     "state_dict": lambda model, optimizer: model.module.state_dict(),
@@ -169,7 +152,7 @@ def freed():
 def test_parameters():
     done = [partial(what_waits_by_itself, name) for name in WAIT]
     of_units = parameters_are_there, a_compiled_whole_waits, a_tied_weight_is_there_for_both
-    run_in_turn(2, *of_units, without_units_nothing_is_in_flight, copies, freed, *done)
+    run_in_turn(2, *of_units, copies, freed, *done)
 
 
 def ends_early(rank, folder):
@@ -249,7 +232,7 @@ def placeholders_refuse_every_operation():
 
 def gradients_are_dropped_by(name):
     """All at once, by any of three; a part of them, by none."""
-    model, optimizer = trained(steps=0)
+    model, optimizer = trained(count=0)
     before = [param.detach().clone() for param in model.parameters()]
     backward(model)
     DROP[name](model, optimizer)
@@ -259,8 +242,8 @@ def gradients_are_dropped_by(name):
         optimizer.zero_grad()
     optimizer.step()
     assert all(torch.equal(param, value) for param, value in zip(model.parameters(), before, strict=True))
-    expected, _ = trained(steps=1)
-    step_of(model, optimizer)
+    expected, _ = trained(count=1)
+    steps(model, optimizer)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters(), strict=True))
 
 
@@ -276,7 +259,7 @@ def a_failed_backward():
         refused("the last backward did not end", optimizer.step)
         refused("the last backward did not end", backward, model)
         zero_grad()
-        step_of(model, optimizer)
+        steps(model, optimizer)
 
 
 DROP = {
@@ -312,7 +295,7 @@ def any_write_counts_without_masters():
         expected = weight.detach().clone()
         optimizer.step()  # which has no gradient
         assert torch.equal(weight, expected)
-        step_of(model, optimizer)
+        steps(model, optimizer)
         assert 0 < (weight - expected).abs().max() < 0.05
 
 
@@ -323,7 +306,7 @@ def writes_that_are_seen_are_refused(param_dtype):
         with torch.no_grad():
             WRITES[name](model.module[0].weight)
         message = r"^0\.weight was written to, but its master was not; write with optimizer.set_parameter"
-        refused(message, step_of, model, optimizer)
+        refused(message, steps, model, optimizer)
         refused(message, ckpt.consolidate, optimizer)
         optimizer.zero_grad()
         precise = torch.full((8, 8), 1 + 2.0**-12)
@@ -336,7 +319,7 @@ def writes_that_are_seen_are_refused(param_dtype):
             optimizer.step()
             whole = ckpt.model_state_dict(model.module, optimizer)
             assert whole is None or torch.equal(whole["0.weight"], precise + (number if written is not None else 0))
-        step_of(model, optimizer)
+        steps(model, optimizer)
 
 
 def loading_counts_however_often_a_module_writes(param_dtype):
@@ -348,7 +331,7 @@ def loading_counts_however_often_a_module_writes(param_dtype):
     module.load_state_dict({**module.state_dict(), "0.scale": torch.tensor([2.0])})
     optimizer.step()
     assert module[0].scale == 2
-    step_of(model, optimizer)
+    steps(model, optimizer)
 
 
 def a_write_that_is_not_seen(param_dtype):
@@ -396,9 +379,6 @@ def changes_are_refused():
         model, optimizer = trained()
         change(model.module)
         refused(message, optimizer.step)
-
-
-def groups_are_those_of_construction():
     for change in (list.pop, list.reverse):
         _, optimizer = trained()
         change(optimizer.param_groups[0]["params"])
@@ -411,17 +391,16 @@ def a_model_is_wrapped_once():
     dead, its_optimizer = trained()
     module = dead.module
     del dead, its_optimizer
-    refused_at_once = [
+    for wrapped, its_optimizer, message in (
         (module, ShardedOptimizer(module.parameters(), torch.optim.AdamW), "was wrapped in another ShardedDataParallel"),
         (model.module, optimizer, "the optimizer has a ShardedDataParallel already"),
         (net(), optimizer, "the optimizer has a ShardedDataParallel already"),
         (model, again, "wrapped for data parallelism already"),
         (model.module, again, "was wrapped in another ShardedDataParallel"),
-    ]
-    for module, its_optimizer, message in refused_at_once:
+    ):
         with pytest.raises(ValueError, match=message):
-            ShardedDataParallel(module, its_optimizer)
+            ShardedDataParallel(wrapped, its_optimizer)
 
 
 def test_structure():
-    run_in_turn(2, changes_are_refused, groups_are_those_of_construction, a_model_is_wrapped_once)
+    run_in_turn(2, changes_are_refused, a_model_is_wrapped_once)

@@ -57,6 +57,17 @@ def an_optimizer_of(make, cls=AdamW, **kwargs):
     return lambda: ShardedOptimizer([nn.Parameter(make())], cls, **kwargs)
 
 
+def cast_by_autocast(stored, dtype, rank=None):
+    """On all ranks, or on one."""
+
+    def steps():
+        weight = nn.Parameter(torch.ones(3, dtype=stored))
+        yield
+        ShardedOptimizer([weight], SGD, autocast={weight: dtype} if rank in (None, dist.get_rank()) else {})
+
+    return steps
+
+
 def wrapped(change):
     """A net that `change` has changed."""
 
@@ -230,6 +241,11 @@ CONSTRUCTION = {  # ValueError
         *(an_optimizer_of(lambda: torch.ones(4), OfTheNorm, elementwise=True, lr=lr) for lr in (0, 1)),
         *(an_optimizer_of(lambda: torch.ones(4), OfTheShape, elementwise=True, lr=lr) for lr in (0, 1)),
         lambda: ShardedOptimizer(groups_of_which_one_is_scaled(), OfAGroup, elementwise=True, lr=0.1),
+    ],
+    "not torch.bfloat16 to torch.int32": [cast_by_autocast(torch.bfloat16, torch.int32)],
+    "not torch.float64 to torch.bfloat16": [cast_by_autocast(torch.float64, torch.bfloat16)],
+    r"differs between the ranks: parameter 0 is .*, torch.bfloat16\), on rank 0": [
+        cast_by_autocast(torch.float32, torch.bfloat16, rank=1)
     ],
     r"norm_type=.* must be positive": [
         lambda wrong=wrong: wrap(net())[1].clip_grad_norm_(1.0, wrong) for wrong in (0.0, -1.0, torch.nan)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import backward, net, wrap
+from optimizers import Plain
 from ranks import run_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,32 +25,19 @@ class WithOwnHook(SGD):
         self.register_step_post_hook(lambda *_: None)
 
 
-class OfTheNorm(SGD):
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+class OfTheNorm(Plain):
+    def update(self, param, group):
+        return group["lr"] * param.grad / param.grad.norm()
 
 
 class OfAGroup(OfTheNorm):
-    def step(self):
-        scaled = [group for group in self.param_groups if group.get("adapts")]
-        plain, self.param_groups = self.param_groups, scaled
-        super().step()
-        self.param_groups = plain
+    def update(self, param, group):
+        return super().update(param, group) if group.get("adapts") else torch.zeros_like(param)
 
 
-def groups_of_which_one_is_scaled():
-    return [{"params": [nn.Parameter(torch.ones(4))], "adapts": adapts} for adapts in (False, True)]
-
-
-class OfTheShape(SGD):
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad - (param.grad.mean(0) if param.dim() > 1 else 0), alpha=group["lr"])
+class OfTheShape(Plain):
+    def update(self, param, group):
+        return group["lr"] * (param.grad - (param.grad.mean(0) if param.dim() > 1 else 0))
 
 
 def an_optimizer_of(make, cls=AdamW, **kwargs):
@@ -68,23 +56,24 @@ def cast_by_autocast(stored, dtype, rank=None):
     return steps
 
 
-def wrapped(change):
-    """A net that `change` has changed."""
+def wrapped(change, rank=None):
+    """A net that `change` has changed, on all ranks or on one."""
 
     def steps():
         module = net()
-        change(module)
+        if rank in (None, dist.get_rank()):
+            change(module)
         yield
         wrap(module)
 
     return steps
 
 
-def after_wrapping(use, prepare=lambda optimizer, model: None):
+def after_wrapping(use, prepare=lambda optimizer, model: None, **options):
     """`use(optimizer, a weight, the wrapper)`."""
 
     def steps():
-        model, optimizer = wrap(net())
+        model, optimizer = wrap(net(), **options)
         prepare(optimizer, model)
         yield
         use(optimizer, model.module[0].weight, model)
@@ -102,10 +91,6 @@ def before_a_step_alone(change):
         optimizer.step()
 
     return steps
-
-
-def on_rank_1(change):
-    return lambda module: change(module) if dist.get_rank() == 1 else None
 
 
 def a_frozen_alias(module):
@@ -138,13 +123,6 @@ def a_sparse_gradient(is_wrapped):
     yield
     model(torch.tensor([1])).sum().backward()
     optimizer.step()
-
-
-def another_shape(**kwargs):
-    weight = nn.Parameter(torch.ones(2, 3))
-    optimizer = ShardedOptimizer([weight], AdamW, **kwargs)
-    yield
-    optimizer.set_parameter(weight, torch.ones(3, 2))
 
 
 def a_learning_rate():
@@ -220,10 +198,7 @@ CONSTRUCTION = {  # ValueError
     "needs float32 masters, not torch.float64": [
         an_optimizer_of(lambda: torch.ones(4, dtype=torch.float64), param_dtype="bfloat16_remainder")
     ],
-    "must be a class": [
-        an_optimizer_of(lambda: torch.ones(4), "AdamW"),
-        lambda: ShardedOptimizer(net().parameters()),
-    ],
+    "must be a class": [an_optimizer_of(lambda: torch.ones(4), "AdamW"), lambda: ShardedOptimizer(net().parameters())],
     "two names of one argument": [an_optimizer_of(lambda: torch.ones(4), optimizer_class=AdamW)],
     r"overlap_with_ddp=True .* zero\.ShardedDataParallel": [
         lambda: ShardedOptimizer(net().parameters(), AdamW, None, True, True)
@@ -240,7 +215,11 @@ CONSTRUCTION = {  # ValueError
     "updates a matrix otherwise than its slices": [
         *(an_optimizer_of(lambda: torch.ones(4), OfTheNorm, elementwise=True, lr=lr) for lr in (0, 1)),
         *(an_optimizer_of(lambda: torch.ones(4), OfTheShape, elementwise=True, lr=lr) for lr in (0, 1)),
-        lambda: ShardedOptimizer(groups_of_which_one_is_scaled(), OfAGroup, elementwise=True, lr=0.1),
+        lambda: ShardedOptimizer(
+            [{"params": [nn.Parameter(torch.ones(4))], "adapts": adapts} for adapts in (False, True)],
+            OfAGroup,
+            elementwise=True,
+        ),
     ],
     "not torch.bfloat16 to torch.int32": [cast_by_autocast(torch.bfloat16, torch.int32)],
     "not torch.float64 to torch.bfloat16": [cast_by_autocast(torch.float64, torch.bfloat16)],
@@ -253,7 +232,7 @@ CONSTRUCTION = {  # ValueError
     "is not the same rank on all ranks": [lambda: wrap(net())[1].consolidate_state_dict(dist.get_rank())],
     "this state dict has no state": [lambda: wrap(net())[1].load_state_dict(None)],
     # -- what is wrapped
-    "the model differs between the ranks: .* on rank 0": [wrapped(on_rank_1(change)) for change in DIFFERS],
+    "the model differs between the ranks: .* on rank 0": [wrapped(change, rank=1) for change in DIFFERS],
     "mask is on the meta device": [wrapped(lambda module: module.register_buffer("mask", torch.ones(2, device="meta")))],
     r"0\.weight": [wrapped(lambda module: setattr(module, "_ddp_params_and_buffers_to_ignore", ["0.weight"]))],
     "in shared memory": [wrapped(lambda module: module.share_memory())],
@@ -301,7 +280,10 @@ USE = {  # RuntimeError
         after_wrapping(lambda optimizer, weight, _: optimizer.state.get(weight)),
         after_wrapping(lambda optimizer, weight, _: optimizer.state.setdefault(weight, {})),
     ],
-    "expand": [another_shape, partial(another_shape, param_dtype="bfloat16")],
+    "expand": [
+        after_wrapping(lambda optimizer, weight, _: optimizer.set_parameter(weight, torch.ones(3, 2)), param_dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    ],
 }
 COPIES = {  # TypeError
     "takes max_norm and norm_type, not parameters": [

@@ -18,13 +18,7 @@ from nets import TINY_MB, net, wrap
 from ranks import run_in_turn, run_ranks
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, load, save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
@@ -137,16 +131,16 @@ def what_distributed_checkpoint_does():
     """It makes a step without gradients where `state` looks empty, and renames the entries of what it gets."""
     (module, optimizer), (oracle, plain) = pairs = sharded_and_plain()
     train(pairs, range(3))
-    expected = get_optimizer_state_dict(oracle, plain)
+    expected = dcp.get_optimizer_state_dict(oracle, plain)
     before = consolidate(optimizer)
     optimizer.consolidate_state_dict()
     if dist.get_rank() == 0:
-        found = get_optimizer_state_dict(module, optimizer)
+        found = dcp.get_optimizer_state_dict(module, optimizer)
         assert_equal(found["state"], expected["state"])
         assert float(found["state"]["0.weight"]["step"]) == 3
         assert found["param_groups"] == expected["param_groups"]
     assert_equal(consolidate(optimizer), before)
-    set_optimizer_state_dict(module, optimizer, expected)
+    dcp.set_optimizer_state_dict(module, optimizer, expected)
     train(pairs, [3])
 
 
@@ -157,11 +151,11 @@ class Program(Stateful):
         self.model, self.optimizer = model, optimizer
 
     def state_dict(self):
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = dcp.get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, saved):
-        set_state_dict(self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        dcp.set_state_dict(self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
 
 
 def program(folder, wrapped, optimizer_class, first, last, allocates=True):
@@ -205,13 +199,13 @@ def full_state_dicts():
     """Of torch.distributed.checkpoint, on rank 0 or on all ranks; and state that differs between the ranks."""
     (_, optimizer), (oracle, plain) = pairs = sharded_and_plain()
     train(pairs, range(3))
-    whole, rank = get_optimizer_state_dict(oracle, plain), dist.get_rank()
+    whole, rank = dcp.get_optimizer_state_dict(oracle, plain), dist.get_rank()
     for from_rank_0 in (False, True):
         new = net()
         again = ShardedOptimizer(new.parameters(), AdamW, lr=0.01)
         again.allocate_state()
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
-        set_optimizer_state_dict(new, again, {} if from_rank_0 and rank else copy.deepcopy(whole), options=options)
+        options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+        dcp.set_optimizer_state_dict(new, again, {} if from_rank_0 and rank else copy.deepcopy(whole), options=options)
         held = consolidate(again)
         assert_equal(held and held["state"], None if rank else plain.state_dict()["state"])
     for spoil in (

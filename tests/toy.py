@@ -1,5 +1,6 @@
 """A small model with everything that trips sharded optimizers, and the oracle: plain AdamW on the mean gradient."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -98,6 +99,12 @@ def train(model, optimizer, rank, steps, clip=0.0, first=0, micro_steps=1, decay
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     getattr(optimizer, "synchronize", int)()  # with overlap
+
+
+def refused(error, message, do, *args, **kwargs):
+    """It raises such an error, with a message that matches."""
+    with pytest.raises(error, match=message):
+        do(*args, **kwargs)
 
 
 def of_rank_0(value, group=None):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from nets import TINY_MB, backward, inputs, late_gathers, loss_of, net, steps, wrap
 from ranks import context, run_in_turn
 from torch import nn
+from toy import refused
 
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
@@ -30,11 +31,6 @@ def trained(module=None, count=2, **options):
     model, optimizer = wrap(module or net(), **options)
     steps(model, optimizer, count)
     return model, optimizer
-
-
-def refused(message, do, *args):
-    with pytest.raises(RuntimeError, match=message):
-        do(*args)
 
 
 # -- 1. parameters -------------------------------------------------------------------------------------------------------
@@ -112,6 +108,7 @@ def what_waits_by_itself(name):
 WAIT = {
     "": lambda model, optimizer: None,  # without units nothing is in flight
     "save weights": lambda model, optimizer: ckpt.model_state_dict(model.module, optimizer),
+    "save a weight": lambda model, optimizer: ckpt.model_state_dict(nn.ParameterList([model.module[0].weight]), optimizer),
     "save state": lambda model, optimizer: ckpt.consolidate(optimizer),
     "state_dict": lambda model, optimizer: model.module.state_dict(),
     "a copy": lambda model, optimizer: copy.deepcopy(model),
@@ -134,8 +131,7 @@ def copies():
         loss_of(other).backward()
         assert not isinstance(other[0].weight.grad, SentGradient)
         torch.testing.assert_close(other[2].bias, 2 * module[2].bias)
-    with pytest.raises(TypeError, match=r"pickle its \.module"):
-        pickle.dumps(model)
+    refused(TypeError, r"pickle its \.module", pickle.dumps, model)
 
 
 def freed():
@@ -237,8 +233,8 @@ def gradients_are_dropped_by(name):
     backward(model)
     DROP[name](model, optimizer)
     if "one" in name:
-        refused(r"the gradient of 0\.\w+ was dropped, and those of other parameters were not", optimizer.step)
-        refused(r"the gradient of 0\.\w+ was dropped", backward, model)
+        refused(RuntimeError, r"the gradient of 0\.\w+ was dropped, and those of other parameters were not", optimizer.step)
+        refused(RuntimeError, r"the gradient of 0\.\w+ was dropped", backward, model)
         optimizer.zero_grad()
     optimizer.step()
     assert all(torch.equal(param, value) for param, value in zip(model.parameters(), before, strict=True))
@@ -256,8 +252,8 @@ def a_failed_backward():
             backward(model)
         hook.remove()
         model.module.zero_grad()
-        refused("the last backward did not end", optimizer.step)
-        refused("the last backward did not end", backward, model)
+        refused(RuntimeError, "the last backward did not end", optimizer.step)
+        refused(RuntimeError, "the last backward did not end", backward, model)
         zero_grad()
         steps(model, optimizer)
 
@@ -306,8 +302,8 @@ def writes_that_are_seen_are_refused(param_dtype):
         with torch.no_grad():
             WRITES[name](model.module[0].weight)
         message = r"^0\.weight was written to, but its master was not; write with optimizer.set_parameter"
-        refused(message, steps, model, optimizer)
-        refused(message, ckpt.consolidate, optimizer)
+        refused(RuntimeError, message, steps, model, optimizer)
+        refused(RuntimeError, message, ckpt.consolidate, optimizer)
         optimizer.zero_grad()
         precise = torch.full((8, 8), 1 + 2.0**-12)
         for number, written in enumerate((model, model.module, model.module[0], None)):
@@ -378,11 +374,11 @@ def changes_are_refused():
     for change, message in CHANGES.values():
         model, optimizer = trained()
         change(model.module)
-        refused(message, optimizer.step)
+        refused(RuntimeError, message, optimizer.step)
     for change in (list.pop, list.reverse):
         _, optimizer = trained()
         change(optimizer.param_groups[0]["params"])
-        refused("the parameters in param_groups have been changed", optimizer.step)
+        refused(RuntimeError, "the parameters in param_groups have been changed", optimizer.step)
 
 
 def a_model_is_wrapped_once():
@@ -398,8 +394,7 @@ def a_model_is_wrapped_once():
         (model, again, "wrapped for data parallelism already"),
         (model.module, again, "was wrapped in another ShardedDataParallel"),
     ):
-        with pytest.raises(ValueError, match=message):
-            ShardedDataParallel(wrapped, its_optimizer)
+        refused(ValueError, message, ShardedDataParallel, wrapped, its_optimizer)
 
 
 def test_structure():

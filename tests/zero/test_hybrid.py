@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_in_turn, run_ranks
 from torch.nn.parallel import DistributedDataParallel
-from toy import assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
+from toy import assert_equal, batch, build_toy, largest_difference, make_toy, refused, train, weights
 
 from run.memory_meter import describe
 from zero import ShardedDataParallel, ShardedOptimizer
@@ -100,8 +100,7 @@ def several_backwards(order):
 
 def groups_that_do_not_fit():
     for shard_size, message in ((3, "shard_size=3 does not divide 4 ranks; use one of 1, 2"), (-1, "use one of 1, 2, 4")):
-        with pytest.raises(ValueError, match=message):
-            hybrid_toy(shard_size)
+        refused(ValueError, message, hybrid_toy, shard_size)
     one, other = (hybrid_toy(2)[1] for _ in range(2))
     assert one.comm.shard_group is other.comm.shard_group is not one.comm.replica_group is other.comm.replica_group
     lines = gather_objects(describe(one, []))

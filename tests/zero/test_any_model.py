@@ -31,7 +31,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from nets import average_gradients, late_gathers
 from optimizers import ELEMENTWISE, AdamWithWarmup
-from ranks import Ranks
+from ranks import Ranks, living, stop_living
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from toy import of_rank_0
@@ -370,34 +370,26 @@ def outcome_on_rank(description, defect):
 # -- in the parent -------------------------------------------------------------------------------------------------------
 
 
-def run_on(living, description, defect=""):
+def run(description, defect=""):
     """("same" | "refused" | "invalid" | "wrong", what each rank says).
 
-    `living`: the ranks by their number. They are started again after any run that may have left something in flight.
+    Ranks are started again after any run that may have left something in flight.
     """
-    if description.ranks not in living:
-        living[description.ranks] = Ranks(description.ranks)
-    said = living[description.ranks].call(outcome_on_rank, description, defect, timeout_s=ANSWER_S, grace_s=OTHER_RANK_S)
+    group = __name__, description.ranks
+    if group not in living:
+        living[group] = Ranks(description.ranks)
+    said = living[group].call(outcome_on_rank, description, defect, timeout_s=ANSWER_S, grace_s=OTHER_RANK_S)
     outcomes = [outcome if kind == "returned" else (kind, outcome) for kind, outcome in said]
     kinds = {kind for kind, _ in outcomes}
     what = "\n".join(f"rank {rank}: {kind}: {what}" for rank, (kind, what) in enumerate(outcomes))
     if kinds != {"same"}:
-        living.pop(description.ranks).stop()
+        living.pop(group).stop()
     if kinds == {"refused", "hangs"}:  # where models differ by rank; a launcher ends the rank that waits
         kinds = {"refused"}
     must_be_refused = description.state_dtype != "float32" and description.optimizer in NOT_ROUNDED
     if (kinds == {"refused"} and not is_expected_refusal(description, what)) or (kinds == {"same"} and must_be_refused):
         return "wrong", what
     return (kinds.pop() if kinds in ({"same"}, {"refused"}, {"invalid"}) else "wrong"), what
-
-
-@pytest.fixture(scope="module")
-def run():
-    """A function that runs a description on as many ranks as it wants."""
-    living = {}
-    yield partial(run_on, living)
-    for each in living.values():
-        each.stop()
 
 
 def is_expected_refusal(description, what):
@@ -445,7 +437,7 @@ def descriptions(draw, most_ranks, optimizers):
     return drawn
 
 
-def check(run, count, most_ranks, optimizers=tuple(OPTIMIZERS)):
+def check(count, most_ranks, optimizers=tuple(OPTIMIZERS)):
     """Try `count` descriptions; make the first that fails as plain as possible, and print it."""
     verdicts = Counter()
     failures = []
@@ -473,7 +465,7 @@ def check(run, count, most_ranks, optimizers=tuple(OPTIMIZERS)):
     assert verdicts["same"] >= verdicts.total() / 2, f"most were refused, or nothing to compare with: {verdicts}"
 
 
-def try_all(run, descriptions):
+def try_all(descriptions):
     verdicts, failures = Counter(), []
     for description in descriptions:
         verdict, what = run(description)
@@ -489,47 +481,47 @@ def plain(**changed):
     return Description(**{"blocks": (("linear", "call"), ("layer norm", "call")), "bucket_mb": 0.000001} | changed)
 
 
-def test_twenty_models(run):
-    check(run, 20, most_ranks=2)
+def test_twenty_models():
+    check(20, most_ranks=2)
 
 
-def test_every_optimizer_of_others(run):
+def test_every_optimizer_of_others():
     """Gradients stay where they are, also if an optimizer has put others there, or are dropped but kept by the optimizer.
 
     test_state.py has every class of torch.optim.
     """
     others = [plain(optimizer=cls.__name__, set_to_none=drop) for cls in ELEMENTWISE for drop in (False, True)]
     kinds = "adamw foreach", "adamw fused", "rmsprop centered", "muon"
-    try_all(run, others + [plain(optimizer=kind) for kind in kinds])
+    try_all(others + [plain(optimizer=kind) for kind in kinds])
     for cls in ELEMENTWISE:
         with pytest.raises(ValueError, match=f"{cls.__name__} is not an elementwise class of torch.optim"):
             ShardedOptimizer(nn.Linear(2, 2).parameters(), cls)
 
 
-def test_every_block(run):
+def test_every_block():
     """Three at a time between the two ends of the model, in small buckets, which all arrive as late as possible."""
     alone = [block for block in BLOCKS if "reentrant" in block or block == "bfloat16"]  # are refused, and have a tolerance
     others = [block for block in BLOCKS if block not in alone]
     models = [[block] for block in alone] + [others[first : first + 3] for first in range(0, len(others), 3)]
     harsh = {"bucket_mb": 0.0002, "late": (0, 1), "other_start": True, "overlap": True}
-    try_all(run, [Description(blocks=tuple((block, "call") for block in blocks), **harsh) for blocks in models])
+    try_all([Description(blocks=tuple((block, "call") for block in blocks), **harsh) for blocks in models])
 
 
 @pytest.mark.slow("every block in every way to run it; test_every_block has one way", seconds=320)
-def test_every_way_to_run_every_block(run):
+def test_every_way_to_run_every_block():
     for late in (0, 1), ():
         pairs = [(block, way) for block in BLOCKS for way in RUNS if not (way == "forward" and block in BY_HOOK)]
-        try_all(run, [Description(blocks=(one,), bucket_mb=0.000001, late=late) for one in pairs])
+        try_all([Description(blocks=(one,), bucket_mb=0.000001, late=late) for one in pairs])
 
 
 @pytest.mark.slow("random models, optimizers and loops on two to four ranks", seconds=200)
-def test_three_hundred_and_fifty_models(run):
-    check(run, 350, most_ranks=4)
+def test_three_hundred_and_fifty_models():
+    check(350, most_ranks=4)
 
 
 @pytest.mark.slow("random models and loops on two to four ranks", seconds=128)
-def test_two_hundred_models_with_muon(run):
-    check(run, 200, most_ranks=4, optimizers=("muon",))
+def test_two_hundred_models_with_muon():
+    check(200, most_ranks=4, optimizers=("muon",))
 
 
 def of_one(block, run="call", **changed):
@@ -548,14 +540,12 @@ VERDICTS = [
 
 
 @pytest.mark.parametrize(("description", "defect", "expected", "reason"), VERDICTS)
-def test_defects_are_found_refusals_told_apart_and_the_oracle_is_that_of_ddp(run, description, defect, expected, reason):
+def test_defects_are_found_refusals_told_apart_and_the_oracle_is_that_of_ddp(description, defect, expected, reason):
     verdict, what = run(description, defect)
     assert verdict == expected, what
     assert reason in what
 
 
 if __name__ == "__main__":
-    living = {}
-    print(*run_on(living, eval(sys.argv[1])), sep="\n")
-    for ranks in living.values():
-        ranks.stop()
+    print(*run(eval(sys.argv[1])), sep="\n")
+    stop_living()

@@ -124,7 +124,7 @@ def gathered_by_a_hook():
 
 
 def what_distributed_checkpoint_does():
-    """It makes a step without gradients where `state` looks empty, and renames the entries of what it gets."""
+    """It makes a step without gradients where `state` looks empty, renames the entries of what it gets, and sends them."""
     (module, optimizer), (oracle, plain) = pairs = sharded_and_plain()
     train(pairs, range(3))
     expected = dcp.get_optimizer_state_dict(oracle, plain)
@@ -136,6 +136,15 @@ def what_distributed_checkpoint_does():
         assert float(found["state"]["0.weight"]["step"]) == 3
         assert found["param_groups"] == expected["param_groups"]
     assert_equal(consolidate(optimizer), before)
+    for from_rank_0 in (False, True):
+        new = net()
+        again = ShardedOptimizer(new.parameters(), AdamW, lr=0.01)
+        again.allocate_state()
+        options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+        given = {} if from_rank_0 and dist.get_rank() else copy.deepcopy(expected)
+        dcp.set_optimizer_state_dict(new, again, given, options=options)
+        held = consolidate(again)
+        assert_equal(held and held["state"], before and before["state"])
     dcp.set_optimizer_state_dict(module, optimizer, expected)
     train(pairs, [3])
 
@@ -191,19 +200,9 @@ def test_programs_of_distributed_checkpoint_go_on(tmp_path, wrapped):
         assert "call allocate_state() on all ranks before it loads" in said
 
 
-def full_state_dicts():
-    """Of torch.distributed.checkpoint, on rank 0 or on all ranks; and state that differs between the ranks."""
-    (_, optimizer), (oracle, plain) = pairs = sharded_and_plain()
+def state_that_differs_between_the_ranks():
+    (_, optimizer), (_, plain) = pairs = sharded_and_plain()
     train(pairs, range(3))
-    whole, rank = dcp.get_optimizer_state_dict(oracle, plain), dist.get_rank()
-    for from_rank_0 in (False, True):
-        new = net()
-        again = ShardedOptimizer(new.parameters(), AdamW, lr=0.01)
-        again.allocate_state()
-        options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
-        dcp.set_optimizer_state_dict(new, again, {} if from_rank_0 and rank else copy.deepcopy(whole), options=options)
-        held = consolidate(again)
-        assert_equal(held and held["state"], None if rank else plain.state_dict()["state"])
     for spoil in (
         lambda other: other["state"].clear(),
         lambda other: other["state"][0].pop("exp_avg"),
@@ -211,7 +210,7 @@ def full_state_dicts():
         lambda other: other["param_groups"][0].update(lr=0.5),
     ):
         other = copy.deepcopy(plain.state_dict())
-        if rank == 1:
+        if dist.get_rank() == 1:
             spoil(other)
         refused(ValueError, "the state dict differs between the ranks", optimizer.load_state_dict, other)
 
@@ -298,7 +297,7 @@ def test_another_optimizer_is_taken_over():
 def test_state_is_reset_or_refused():
     calls = [partial(is_reset, name) for name in RESETS]
     calls += [partial(is_reset, name, state_dtype="int8") for name in RESETS if name != "in a loop"]
-    run_in_turn(2, *calls, refuses_the_state_of_others, full_state_dicts)
+    run_in_turn(2, *calls, refuses_the_state_of_others, state_that_differs_between_the_ranks)
 
 
 def test_state_dicts():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_in_turn
-from toy import MODES, Toy
+from toy import MODES, Toy, refused
 
 from model import GPT, GPTConfig
 from zero.autocast import autocast_parameters
@@ -81,6 +81,7 @@ def test_automatic_buckets_follow_the_bytes_of_the_trainable_parameters():
         (buffer,) = plan(specs, 2, Options(param_dtype=param_dtype)).buffers
         sizes = [len(bucket) * buffer.dtype.itemsize / 1e6 for bucket in buffer.layout.buckets]
         assert sizes == pytest.approx([megabytes] * 3, rel=1e-4)
+    refused(ValueError, "world", plan, specs, 0)
 
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
@@ -106,18 +107,10 @@ options = st.fixed_dictionaries(
 
 @given(specs, st.integers(1, 9), options)
 def test_every_element_has_one_owner_in_every_plan(params, world_size, kwargs):
-    for planned in (
-        plan(params, world_size, Options(**kwargs)),
-        zero_redundancy_plan(params, world_size),
-        Plan(tuple(params), 1),
-    ):
+    sharded, torchs = plan(params, world_size, Options(**kwargs)), zero_redundancy_plan(params, world_size)
+    for planned in (sharded, torchs, Plan(tuple(params), 1)):
         slices = itertools.chain(*(planned.slices(rank) for rank in range(planned.world_size)))
         assert_one_owner([spec.numel for spec in params], slices)
-
-
-def test_a_plan_for_no_ranks_is_refused():
-    with pytest.raises(ValueError, match="world"):
-        plan([ParameterSpec((3,), torch.float32, torch.device("cpu"))], 0)
 
 
 SIZES = GPTConfig(block_size=8, vocab_size=19, n_layer=2, n_head=2, n_embd=24, bias=False)

@@ -2,7 +2,7 @@
 
     pytest tests/zero/test_any_model.py                                          twenty models, on two ranks
     ANY_MODEL_SEED=7 pytest -s -m slow tests/zero/test_any_model.py -k fifty   350 others, on two to four ranks
-    PYTHONPATH=.:tests python tests/zero/test_any_model.py "Description(...)"    one again, as a failure has printed it
+    XDG_CACHE_HOME=/tmp/any PYTHONPATH=.:tests python tests/zero/test_any_model.py "Description(...)"    one again, as printed
 
 Hypothesis describes a model and its training loop in plain values. The ranks, which live as long as they answer, train it
 twice: with the plain optimizer on gradients averaged by hand, and with the sharded one. Either all parameters, buffers,

@@ -40,21 +40,19 @@ def the_flags_choose_the_classes():
 
 def flags_that_do_not_go_together():
     model = make_toy()
-    groups = model.param_groups()
-    for flags, message in (
-        ({"zero1_impl": "other"}, "zero1_impl='other' is not one of sharded, torch"),
-        ({"param_dtype": "float8"}, "param_dtype='float8' is not one of auto, float32, bfloat16, bfloat16_remainder"),
-        ({"bucket_mb": 0}, "bucket_mb=0 must be 'auto' or a positive number"),
-        ({"bucket_mb": "large"}, "bucket_mb='large' must be 'auto' or a positive number"),
-    ):
-        refused(ValueError, message, Flags, **flags)
-    with pytest.raises(ValueError, match="param_dtype and state_dtype do not support device=mps"):
-        build(model, groups, Flags(state_dtype="int8"), device=torch.device("mps"))
+    groups, mps = model.param_groups(), torch.device("mps")
+    dtypes = "auto, float32, bfloat16, bfloat16_remainder"
+    refused(ValueError, "zero1_impl='other' is not one of sharded, torch", Flags, zero1_impl="other")
+    refused(ValueError, f"param_dtype='float8' is not one of {dtypes}", Flags, param_dtype="float8")
+    refused(ValueError, "bucket_mb=0 must be 'auto' or a positive number", Flags, bucket_mb=0)
+    refused(ValueError, "bucket_mb='large' must be 'auto' or a positive number", Flags, bucket_mb="large")
+    message = "param_dtype and state_dtype do not support device=mps"
+    refused(ValueError, message, build, model, groups, Flags(state_dtype="int8"), device=mps)
     refused(ValueError, "Invalid learning rate", build, model, groups, lr=-1.0)
     for others in ({"use_zero1": False}, {"zero1_impl": "torch"}):
         for name, value in (("param_dtype", "bfloat16"), ("state_dtype", "int8"), ("shard_gradients", True), ("shard_size", 2)):
-            with pytest.raises(ValueError, match=f"{name}={value} needs use_zero1=True, zero1_impl='sharded'"):
-                build(model, groups, Flags(**others, **{name: value}))
+            message = f"{name}={value} needs use_zero1=True, zero1_impl='sharded'"
+            refused(ValueError, message, build, model, groups, Flags(**others, **{name: value}))
 
 
 def test_what_is_built():

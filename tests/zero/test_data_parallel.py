@@ -22,11 +22,6 @@ from zero.reducer import BucketGradients
 STEPS = 7
 
 
-def make(seed=None, **kwargs):
-    """A wrapped toy whose ranks start from different weights; the wrapper must make them those of rank 0."""
-    return sharded_toy(dist.get_rank() if seed is None else seed, overlap=("hidden", "head"), fused=True, **kwargs)
-
-
 def loss_of(model, number, rank):
     """One layer has a gradient in a few micro-steps only, and with several ranks on rank 0 only."""
     loss = model(*batch(number, rank))
@@ -62,8 +57,12 @@ def oracle_run(world_size, micro_steps, clip, shard_gradients, dtype):
 
 
 def trained(micro_steps, clip, param_dtype, shard_gradients):
-    """The weights, on rank 0 the masters as they are saved, and the bytes that were sent, in units of what a rank gathers."""
-    model, optimizer = make(shard_gradients=shard_gradients, param_dtype=param_dtype)
+    """The weights, on rank 0 the masters as they are saved, and the bytes that were sent, in units of what a rank gathers.
+
+    The ranks start from different weights; the wrapper must make them those of rank 0.
+    """
+    how = {"shard_gradients": shard_gradients, "param_dtype": param_dtype, "overlap": ("hidden", "head")}
+    model, optimizer = sharded_toy(dist.get_rank(), fused=True, **how)
     train(model, optimizer, dist.get_rank(), STEPS, clip, micro_steps=micro_steps, decay_lr=False, loss_of=loss_of)
     gathered = STEPS * sum(bucket.shard.nbytes for bucket in optimizer.placed.buckets) * (dist.get_world_size() - 1)
     sent = [optimizer.comm.sent_bytes[kind] / max(1, gathered) for kind in ("reduce-scatter", "all-gather")]

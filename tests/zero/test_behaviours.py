@@ -28,17 +28,16 @@ class Wrap:
     def __init__(self, sharded):
         self.sharded = sharded
 
-    def optimizer(self, params, cls=torch.optim.AdamW, **options):
-        return ShardedOptimizer(params, cls, bucket_mb=TINY_MB, lr=0.01, **options) if self.sharded else cls(params, lr=0.01)
-
-    def model(self, module, optimizer, **options):
-        if not self.sharded:
-            return DistributedDataParallel(module, **({"find_unused_parameters": "static_graph" not in options} | options))
-        return ShardedDataParallel(module, optimizer)
+    def optimizer(self, params, cls=torch.optim.AdamW):
+        return ShardedOptimizer(params, cls, bucket_mb=TINY_MB, lr=0.01) if self.sharded else cls(params, lr=0.01)
 
     def __call__(self, module, groups=None, **options):
         optimizer = self.optimizer(module.parameters() if groups is None else groups)
-        return self.model(module, optimizer, **options), optimizer
+        if self.sharded:
+            return ShardedDataParallel(module, optimizer), optimizer
+        return DistributedDataParallel(
+            module, **{"find_unused_parameters": "static_graph" not in options, **options}
+        ), optimizer
 
 
 def weights(*modules):
@@ -58,11 +57,7 @@ def on(make, train, **options):
     return trains
 
 
-def each_backward(model, module, step):
-    backward(model, step)
-
-
-def loop(each=each_backward, make=net, after=None, clear=True, between=None, **options):
+def loop(each=lambda model, _, step: backward(model, step), make=net, after=None, clear=True, between=None, **options):
     """Four steps, in each of which `each(model, module, step)` makes the gradients and returns what it has found.
 
     `between(module, step)` comes before each but the first one.

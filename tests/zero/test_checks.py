@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from nets import backward, net, wrap
+from nets import backward, net, steps, wrap
 from optimizers import Plain
 from ranks import run_in_turn
 from torch import nn
@@ -305,21 +305,16 @@ def is_refused(error, message, number):
 
 
 def what_is_admitted():
-    module = net()
-    model, optimizer = wrap(module)
+    model, optimizer = wrap(net())
     optimizer.state.setdefault("scale", {"mean": 1.0})  # entries that are not of parameters are the caller's
     optimizer.state["seen"]["steps"] = 3
-    backward(model)
-    assert optimizer.clip_grad_norm_(1e-3) > 1e-3
-    optimizer.step()
+    steps(model, optimizer)
     assert (optimizer.state["scale"], optimizer.state["seen"]) == ({"mean": 1.0}, {"steps": 3})
     ShardedOptimizer(net().requires_grad_(False).parameters(), SGD).step()  # which has nothing to do
     params = list(net().parameters())
     ShardedOptimizer([{"params": params[:1], "kind": "muon", "matrices": 1}, {"params": params[1:], "use_muon": False}], Muon)
     module = net()
-    del model
-    model = DistributedDataParallel(module)
-    del model
+    DistributedDataParallel(module)  # is dropped
     ShardedOptimizer(module.parameters(), SGD, param_dtype="bfloat16")
     module = net()
     module[2].requires_grad_(False)
@@ -328,10 +323,7 @@ def what_is_admitted():
     wrap(module, SGD, lr=0.1, param_dtype="bfloat16")
     assert {param.dtype for param in module.parameters()} == {torch.bfloat16}
     assert (module.table.dtype, module.phases.dtype) == (torch.float32, torch.complex64), "such as rotary tables"
-    normed = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    model, optimizer = wrap(normed, SGD, lr=0.1, param_dtype="bfloat16")
-    model(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
+    steps(*wrap(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), SGD, lr=0.1, param_dtype="bfloat16"))
 
 
 def test_refusals_and_what_is_admitted():

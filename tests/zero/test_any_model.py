@@ -270,6 +270,10 @@ def train(description, plain):
         clear_if("after step")
     synchronize()
     assert_same_on_all_ranks(description, params)
+    if not plain and description.wrapper == "sharded":
+        size, times = description.shard_size or description.ranks, description.micro_steps if description.shard_gradients else 1
+        shards = sum(bucket.data.nbytes // size for bucket in optimizer.placed.buckets)
+        assert optimizer.comm.sent_bytes["reduce-scatter"] == STEPS * times * (size - 1) * shards, "every bucket is sent once"
     found |= {name: param.detach().clone() for name, param in model.named_parameters()}
     found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     if average is not None:
@@ -531,6 +535,7 @@ def of_one(block, run="call", **changed):
 VERDICTS = [
     *((plain(), defect, "wrong", "rank 0: different") for defect in list(DEFECTS)[1:]),
     (of_one("linear", "reentrant twice"), "", "refused", "gets a gradient again"),  # by this package
+    (plain(blocks=(("linear", "reentrant"),) * 7), "", "same", ""),  # backward within backward
     # gradients are averaged by hand because DistributedDataParallel cannot do all blocks; where it can, it does the same
     *(
         (of_one(block, wrapper="ddp", micro_steps=2, clip=0.1), "", "same", "")

@@ -11,7 +11,6 @@ from blocks import Part
 from nets import wrap
 from ranks import run_in_turn
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from toy import batch, largest_difference, make_toy, sharded_toy, train, weights
 
 from zero import ShardedOptimizer
@@ -131,24 +130,6 @@ def a_gradient_that_somebody_keeps():
     assert module.weight.tolist() == [pytest.approx([1 - 3 * 0.1] * 2)]
 
 
-def reentrant_checkpoints():
-    """Each calls backward within backward; every bucket is sent once."""
-
-    def forward(part, x):
-        for layer in part.layers:
-            x = checkpoint(layer, x, use_reentrant=True)
-        return x
-
-    model, optimizer = wrap(Part(forward, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(7))))
-    assert len(optimizer.placed.buckets) > 7
-    nbytes = sum(bucket.data.nbytes for bucket in optimizer.placed.buckets) // 2
-    for step in range(2):
-        model(torch.ones(2, 8, requires_grad=True)).square().sum().backward()
-        assert optimizer.comm.sent_bytes["reduce-scatter"] == (step + 1) * nbytes
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def a_backward_without_gradients(shard_gradients):
     """Two synchronized backwards per step. On rank 0, the first one reaches no parameter; a step is dropped in between.
 
@@ -219,5 +200,5 @@ def buckets_that_nobody_has_filled():
 
 def test_steps_of_two_ranks():
     without_gradients = (functools.partial(a_backward_without_gradients, is_sharded) for is_sharded in (False, True))
-    own = alone_under_averaging_by_hand, a_gradient_that_somebody_keeps, reentrant_checkpoints, buckets_that_nobody_has_filled
+    own = alone_under_averaging_by_hand, a_gradient_that_somebody_keeps, buckets_that_nobody_has_filled
     run_in_turn(2, *own, calls, half_precision_norms, *without_gradients)

@@ -1,5 +1,6 @@
 """A small model with everything that trips sharded optimizers, and the oracle: plain AdamW on the mean gradient."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -100,10 +101,16 @@ def train(model, optimizer, rank, steps, clip=0.0, first=0, micro_steps=1, decay
     getattr(optimizer, "synchronize", int)()  # with overlap
 
 
-def of_rank_0(value):
-    """What rank 0 passes, on all ranks."""
+def refused(error, message, do, *args, **kwargs):
+    """It raises such an error, with a message that matches."""
+    with pytest.raises(error, match=message):
+        do(*args, **kwargs)
+
+
+def of_rank_0(value, group=None):
+    """What rank 0 passes, on all ranks of the group."""
     values = [value]
-    dist.broadcast_object_list(values)
+    dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
 
 

@@ -44,13 +44,9 @@ def test_the_table_is_what_the_command_writes(rows):
 @pytest.mark.parametrize(
     ("size", "counted"),
     [
-        (0, 0),
-        (1, 512),
-        (1000, 1024),
-        (MIB, MIB),
+        *((0, 0), (1, 512), (1000, 1024), (MIB, MIB), (10 * MIB, 10 * MIB)),
         (MIB + 512, MIB + 512 + (MIB - 19 * 512) // 19),  # 19 in a segment
         (3 * MIB, 3 * MIB),  # six in a segment, 2 MiB are left, which is split off
-        (10 * MIB, 10 * MIB),
         (39 * MIB, 40 * MIB),  # 1 MiB is left, and not split off
         (9.75 * MIB, 10 * MIB),  # two in a segment, 0.5 MiB is left
         (18.75 * MIB, 18.75 * MIB),  # a segment of 20 MiB, of which 1.25 is split off
@@ -63,10 +59,8 @@ def test_what_the_allocator_counts(size, counted):
 
 def test_checkpointed_blocks_that_are_compiled_keep_no_casts():
     sizes = GPTConfig(block_size=64, vocab_size=512, **{**GPT2_SIZES["gpt2"], "n_layer": 4})
-    eager, compiled = (
-        predicted_activations(Workload(sizes, 1, "bfloat16", "cuda", True, 0, compiled), "float32")
-        for compiled in (False, True)
-    )
+    workloads = (Workload(sizes, 1, "bfloat16", "cuda", True, 0, compiled) for compiled in (False, True))
+    eager, compiled = (predicted_activations(workload, "float32") for workload in workloads)
     casts = 4 * 12 * 768**2 * 2  # bytes: all matrices of four blocks
     assert eager.forward - compiled.forward == pytest.approx(casts * 3 / 4, rel=0.3), "but for the block that runs"
 

@@ -7,6 +7,8 @@ import pytest
 from scripts import run, run_for_real
 
 HALF = 4  # steps
+PACKAGES = {"trainer": "accelerate", "schedule_free": "schedulefree", "lion": "lion_pytorch", "lora": "peft"}
+PACKAGES |= {name: name for name in ("accelerate", "lightning", "ignite")}
 
 
 def losses(program, mode, folder, first, steps):
@@ -15,18 +17,7 @@ def losses(program, mode, folder, first, steps):
 
 
 @pytest.mark.slow("six programs start six ranks each and import large packages", seconds=100)
-@pytest.mark.parametrize(
-    ("program", "package"),
-    [
-        ("trainer", "accelerate"),
-        ("accelerate", "accelerate"),
-        ("lightning", "lightning"),
-        ("ignite", "ignite"),
-        ("schedule_free", "schedulefree"),
-        ("lion", "lion_pytorch"),
-        ("lora", "peft"),
-    ],
-)
+@pytest.mark.parametrize(("program", "package"), PACKAGES.items())
 def test_a_program_trains_saves_and_resumes(program, package, tmp_path):
     for name in {package, "transformers"}:
         if importlib.util.find_spec(name) is None:

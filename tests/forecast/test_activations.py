@@ -36,7 +36,7 @@ REST = [pytest.param(*pair, marks=SLOW) for pair in itertools.product(PRECISIONS
 
 @pytest.fixture(autouse=True)
 def _without_scratch_memory(monkeypatch):
-    monkeypatch.setattr("forecast.live_bytes.multiplies_in_float32", lambda transposed: False)
+    monkeypatch.setattr("forecast.live_bytes.multiplies_in_float32", SCRATCH["none"])
 
 
 def work(config, dtype, way=(False, 0), device_type="cpu"):
@@ -55,21 +55,17 @@ def real_step(workload, param_dtype):
 def tracked(workload, param_dtype):
     """Bytes that MemTracker counts after forward, and the most in a micro-step; without parameters and their gradients."""
     model, forward, autocast = real_step(workload, param_dtype)
-
-    def total(when):
-        return tracker.get_tracker_snapshot(when)[torch.device("cpu")]["Total"]
-
     tracker = MemTracker()
     tracker.track_external(model)
-    parameters = total("current")
+    parameters = sum(param.nbytes for param in model.parameters())
     with tracker:
         with autocast:
             loss = forward()
-        saved = total("current") - parameters
+        saved = tracker.get_tracker_snapshot("current")[torch.device("cpu")]["Total"]
         for param in model.parameters():  # after forward, because hooks of the tracker read the gradients first
             param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
         loss.backward()
-    return saved, total("peak") - parameters
+    return saved - parameters, tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - parameters
 
 
 @pytest.mark.parametrize(("precision", "way"), [*COMBINED, *REST])

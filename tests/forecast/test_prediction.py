@@ -1,4 +1,4 @@
-"""forecast/dry_run.py, baselines.py: what they predict is what tensors take, at every point of a step, and in a save."""
+"""forecast/dry_run.py, baselines.py, optimizer_state.py: predictions are what tensors take in a step and in a save."""
 
 import gc
 import itertools
@@ -16,15 +16,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.contenders import Setup
 from benchmarks.memory_profile import MemoryProfile
-from forecast.dry_run import dry_run
+from forecast.dry_run import dry_run, state_bytes
 from forecast.modes import Mode
 from forecast.prediction import PURPOSES, Activations, Moment
 from forecast.run_memory import gpt_specs, planned_optimizer, predicted, predicted_activations
 from model import GPT, GPTConfig
 from run import checkpoint_folder
 from run.checkpoint_writer import CheckpointWriter
+from zero import Muon
 from zero.codecs import BLOCK, Int8
 from zero.flags import Flags
+from zero.held_bytes import held_bytes
+from zero.layout import parameter_specs
 from zero.optimizer import ShardedOptimizer
 
 SIZES = GPTConfig(block_size=8, vocab_size=65, n_layer=4, n_head=2, n_embd=96, bias=False)
@@ -77,7 +80,7 @@ CASES_OF_POOL = {  # on a CPU, it keeps
 
 def cases_of(world_size, micro_steps=2):
     """The cases that are not the same as others: one rank has nobody to share with, one micro-step nothing to accumulate."""
-    names = [name for name in CASES if world_size > 1 or name in ALONE]
+    names = CASES if world_size > 1 else ALONE
     return {name: CASES[name] for name in names if micro_steps > 1 or not name.endswith(("in place", "shard_gradients"))}
 
 
@@ -114,14 +117,11 @@ def measured(cases, micro_steps, sizes, with_peak=False):
         }
         optimizer = profile.contender.optimizer
         sent = optimizer.comm.sent_bytes if isinstance(optimizer, ShardedOptimizer) else {}
-        per_step = {
-            kind: sent[kind] // 2 for kind in ("reduce-scatter", "all-reduce", "all-to-all", "all-gather") if sent.get(kind)
-        }
-        peaks = (
-            (prediction.construction, points["wrapping"]["total"]),
-            (prediction.peak_of_training, points["peak"]["total"]),
-        )
-        found[name] = parts, prediction.sent, per_step, peaks
+        kinds = "reduce-scatter", "all-reduce", "all-to-all", "all-gather"
+        per_step = {kind: sent[kind] // 2 for kind in kinds if sent.get(kind)}
+        construction = prediction.construction, points["wrapping"]["total"]
+        training = prediction.peak_of_training, points["peak"]["total"]
+        found[name] = parts, prediction.sent, per_step, (construction, training)
     return found
 
 
@@ -136,41 +136,54 @@ def check(results, with_peak=False, differ=True):
         for point, (expected, held, alive) in parts.items():
             assert expected == held, (name, point)
             assert sum(expected.values()) == pytest.approx(alive, rel=0.02), (name, point)
-        if sent:
-            assert {kind: count for kind, count in predicted_sent.items() if count} == sent, name
+        assert not sent or {kind: count for kind, count in predicted_sent.items() if count} == sent, name
         assert construction[0] == pytest.approx(construction[1], rel=0.01), name
         if with_peak:  # the activations of the first layer count until its last gradient, beside gradients that all stay
             room = {"hybrid": 0.04, "autocast": 0.03}.get(name, 0.02)
             assert training[0] == pytest.approx(training[1], rel=room), name
 
 
-@pytest.mark.parametrize(
-    ("world_size", "micro_steps"),
-    [
-        (2, 2),
-        pytest.param(3, 2, marks=pytest.mark.slow("between two and four ranks", seconds=17)),
-        pytest.param(4, 2, marks=pytest.mark.slow("four ranks on two cores", seconds=13)),
-    ],
-)
-def test_predictions_are_what_tensors_take(world_size, micro_steps):
-    for results in run_ranks(measured, world_size, cases_of(world_size), micro_steps, TWO_LAYERS):
+def slow(*values, why, seconds):
+    return pytest.param(*values, marks=pytest.mark.slow(why, seconds=seconds))
+
+
+MORE_RANKS = slow(3, why="between two and four ranks", seconds=17), slow(4, why="four ranks on two cores", seconds=13)
+
+
+@pytest.mark.parametrize("world_size", [2, *MORE_RANKS])
+def test_predictions_are_what_tensors_take(world_size):
+    for results in run_ranks(measured, world_size, cases_of(world_size), 2, TWO_LAYERS):
         check(results)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "micro_steps"),
-    [
-        (1, 3),
-        pytest.param(1, 1, marks=pytest.mark.slow("one micro-step; the others have three", seconds=10)),
-        pytest.param(2, 1, marks=pytest.mark.slow("test_malloc.py has two ranks as well", seconds=30)),
-        pytest.param(2, 3, marks=pytest.mark.slow("test_malloc.py has two ranks as well", seconds=30)),
-    ],
-)
+ONE_MICRO_STEP = slow(1, 1, why="one micro-step; the others have three", seconds=10)
+TWO_RANKS = [slow(2, micro_steps, why="test_malloc.py has two ranks as well", seconds=30) for micro_steps in (1, 3)]
+
+
+@pytest.mark.parametrize(("world_size", "micro_steps"), [(1, 3), ONE_MICRO_STEP, *TWO_RANKS])
 def test_the_peak_of_training(world_size, micro_steps):
     cases = cases_of(world_size, micro_steps)
     calls = (partial(measured, cases, micro_steps, sizes, with_peak=True) for sizes in PEAK_SIZES)
     for results in itertools.chain.from_iterable(run_in_turn(world_size, *calls)):
         check(results, with_peak=True)
+
+
+STATES = [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.RMSprop, {"centered": True}), (Muon, {"fused": True})]
+
+
+@pytest.mark.parametrize(
+    ("cls", "how"),
+    [(torch.optim.AdamW, {"fused": True}), (torch.optim.AdamW, {"amsgrad": True}), (torch.optim.SGD, {}), *STATES],
+)
+def test_the_state_of_a_class_is_counted_before_its_first_step(cls, how):
+    model = GPT(GPTConfig(block_size=4, vocab_size=5, n_layer=1, n_head=1, n_embd=8))
+    optimizer = cls(model.param_groups(0.1, {} if cls is Muon else None), lr=0.1, **how)
+    expected = sum(state_bytes(parameter_specs(optimizer.param_groups), (cls, {"lr": 0.1, **how})))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert held_bytes(optimizer)["state"] == expected
+    assert (expected > 0) == (how != {} or cls is not torch.optim.SGD)
 
 
 def test_activations_have_their_last_peak_from_the_first_layer_on():
@@ -184,9 +197,7 @@ def test_activations_have_their_last_peak_from_the_first_layer_on():
         assert (replace(late, activations=activations).peak_of_training == 5) == is_over
 
 
-@pytest.mark.parametrize(
-    "micro_steps", [2, pytest.param(3, marks=pytest.mark.slow("between two and four micro-steps", seconds=10))]
-)
+@pytest.mark.parametrize("micro_steps", [2, slow(3, why="between two and four micro-steps", seconds=10)])
 def test_predictions_with_tensors_that_the_pool_keeps(micro_steps):
     sizes = replace(LARGER, n_layer=4)  # the pool keeps what has 4 MB
     shards = Flags(bucket_mb=6).plan(gpt_specs(sizes), 2).buffers[0].layout.shards[0]
@@ -199,15 +210,9 @@ def test_predictions_with_tensors_that_the_pool_keeps(micro_steps):
         assert held["bfloat16"] > held["buckets, with shard_gradients"] == 0
 
 
-SAVED = {  # one bucket of 6 MB: slices are large
-    "adamw": case(use_zero1=False),
-    "torch": case(zero1_impl="torch"),
-    "sharded": case(6),
-    "autocast": case(6, dtype="bfloat16"),
-    "bfloat16": case(6, param_dtype="bfloat16"),
-    "remainders": case(6, param_dtype="bfloat16_remainder", state_dtype="bfloat16"),
-    "int8": case(6, state_dtype="int8"),
-}
+SAVED = {"sharded": case(6), "int8": case(6, state_dtype="int8")}  # one bucket of 6 MB: slices are large
+SAVED |= {name: CASES_OF_POOL[name] for name in ("autocast", "bfloat16", "remainders")}
+SAVED |= {name: CASES[name] for name in ("adamw", "torch")}
 
 
 def saved(folder, background):
@@ -219,9 +224,8 @@ def saved(folder, background):
         assert may_end.wait(60)
         return commit(*arguments)
 
-    for name, (bucket_mb, mode, dtype) in SAVED.items():
-        if dist.get_world_size() == 1 and name == "torch":
-            continue
+    cases = {name: case for name, case in SAVED.items() if dist.get_world_size() > 1 or name != "torch"}
+    for name, (bucket_mb, mode, dtype) in cases.items():
         setup, prediction = prepared(bucket_mb, mode, dtype, 1, PEAK_SIZES[0], with_peak=True)
         profile = MemoryProfile(setup, mode, 1)
         profile.measure(can_save=False)
@@ -285,20 +289,17 @@ def test_the_default_is_predicted_to_save_memory(sizes, share, world_size, on_cp
         assert sum(plain.at(point).values()) - sum(sharded.at(point).values()) >= expected
 
 
-def simulated(world_size, rank):
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+def simulated(world_size):
+    """What the last rank measures."""
+    dist.init_process_group("fake", store=FakeStore(), rank=world_size - 1, world_size=world_size)
     return measured(cases_of(world_size), 2, TWO_LAYERS)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "rank"),
-    [
-        (8, 7),
-        pytest.param(64, 63, marks=pytest.mark.slow("a bucket goes to 64 ranks one by one", seconds=13)),
-        pytest.param(1024, 1023, marks=pytest.mark.slow("a plan with 1024 ranks", seconds=36)),
-    ],
-)
-def test_predictions_for_one_rank_of_a_large_world(world_size, rank):
+LARGE = slow(64, why="a bucket goes to 64 ranks one by one", seconds=13), slow(1024, why="a plan with 1024 ranks", seconds=36)
+
+
+@pytest.mark.parametrize("world_size", [8, *LARGE])
+def test_predictions_for_one_rank_of_a_large_world(world_size):
     with ProcessPoolExecutor(1, context) as pool:
-        results = pool.submit(simulated, world_size, rank).result()
+        results = pool.submit(simulated, world_size).result()
     check(results, differ=world_size == 8)  # of 64 ranks, the last one has no whole parameter, whatever the optimizer

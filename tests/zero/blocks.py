@@ -1,7 +1,6 @@
 """Building blocks of models, each with something that trips a wrapper: every one takes and returns x, (4, 3, WIDTH)."""
 
 import types
-import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -44,12 +43,6 @@ def tied():
     first, second = linear(), linear()
     second.weight = first.weight
     return nn.Sequential(first, nn.Tanh(), second)
-
-
-def weight_norm_legacy():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return weight_norm(linear())
 
 
 def used_when(condition, use=lambda layer, x: layer(x)):
@@ -190,7 +183,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "experts by rank": lambda: Part(
         lambda part, x: part.experts[(now.step + now.rank) % 3](x), experts=nn.ModuleList(linear() for _ in range(3))
     ),
-    "legacy weight norm": weight_norm_legacy,
+    "legacy weight norm": lambda: weight_norm(linear()),
     "weight norm": lambda: parametrizations.weight_norm(linear()),
     "legacy spectral norm": lambda: spectral_norm(linear()),
     "spectral norm": lambda: parametrizations.spectral_norm(linear()),

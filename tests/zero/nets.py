@@ -29,8 +29,21 @@ def inputs(step=0):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
 
 
+def loss_of(model, step=0):
+    """In the dtype of the model; of a function, in float32."""
+    dtype = next(model.parameters()).dtype if isinstance(model, nn.Module) else torch.float32
+    return model(inputs(step).to(dtype)).float().square().sum()
+
+
 def backward(model, step=0):
-    model(inputs(step)).square().sum().backward()
+    loss_of(model, step).backward()
+
+
+def steps(model, optimizer, count=1, first=0):
+    for step in range(first, first + count):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def average_gradients(params):

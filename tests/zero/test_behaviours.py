@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from blocks import Part
-from nets import TINY_MB, backward, inputs, late_on_the_last_rank, net
+from nets import TINY_MB, backward, inputs, late_on_the_last_rank, net, steps
 from ranks import run_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,28 +28,20 @@ class Wrap:
     def __init__(self, sharded):
         self.sharded = sharded
 
-    def optimizer(self, params, cls=torch.optim.AdamW, **options):
-        return ShardedOptimizer(params, cls, bucket_mb=TINY_MB, lr=0.01, **options) if self.sharded else cls(params, lr=0.01)
-
-    def model(self, module, optimizer, **options):
-        if not self.sharded:
-            return DistributedDataParallel(module, **({"find_unused_parameters": "static_graph" not in options} | options))
-        return ShardedDataParallel(module, optimizer)
+    def optimizer(self, params, cls=torch.optim.AdamW):
+        return ShardedOptimizer(params, cls, bucket_mb=TINY_MB, lr=0.01) if self.sharded else cls(params, lr=0.01)
 
     def __call__(self, module, groups=None, **options):
         optimizer = self.optimizer(module.parameters() if groups is None else groups)
-        return self.model(module, optimizer, **options), optimizer
+        if self.sharded:
+            return ShardedDataParallel(module, optimizer), optimizer
+        return DistributedDataParallel(
+            module, **{"find_unused_parameters": "static_graph" not in options, **options}
+        ), optimizer
 
 
 def weights(*modules):
     return [tensor.detach().clone() for module in modules for tensor in module.state_dict().values()]
-
-
-def steps(model, optimizer, count=3, first=0):
-    for step in range(first, first + count):
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def on(make, train, **options):
@@ -65,11 +57,7 @@ def on(make, train, **options):
     return trains
 
 
-def each_backward(model, module, step):
-    backward(model, step)
-
-
-def loop(each=each_backward, make=net, after=None, clear=True, between=None, **options):
+def loop(each=lambda model, _, step: backward(model, step), make=net, after=None, clear=True, between=None, **options):
     """Four steps, in each of which `each(model, module, step)` makes the gradients and returns what it has found.
 
     `between(module, step)` comes before each but the first one.
@@ -258,7 +246,7 @@ def compiled(what, wrap):
     if what == "child, later":
         module[2].compile(backend="eager")
     call = {"wrapper": compile(model), "function": compile(lambda x: model(x))}.get(what, model)
-    steps(call, optimizer)
+    steps(call, optimizer, 3)
     return weights(module)
 
 
@@ -272,7 +260,7 @@ def hooked(install, when="before", **options):
         model, optimizer = wrap(module, **options)
         if when != "before":
             install(model if when == "in the wrapper" else module, seen)
-        steps(model, optimizer)
+        steps(model, optimizer, 3)
         return [tensor.detach().clone() for tensor in seen] + weights(module)
 
     return trains
@@ -312,7 +300,7 @@ def step_hooks(of_all_optimizers, model, module, optimizer):
         before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
     handles = before(lambda *_: calls.append(1.0)), after(decay)
     try:
-        steps(model, optimizer)
+        steps(model, optimizer, 3)
     finally:
         for handle in handles:
             handle.remove()
@@ -355,7 +343,7 @@ class TrainingOf:
         model, optimizer = wrap(module, [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.02}])
         scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
         for step in range(6):
-            steps(model, optimizer, 1, first=step)
+            steps(model, optimizer, first=step)
             scheduler.step()
             rates += [group["lr"] for group in optimizer.param_groups]
             optimizer.param_groups[0]["weight_decay"] *= 2

@@ -1,13 +1,15 @@
 """What ShardedOptimizer and ShardedDataParallel refuse, and with which message."""
 
 import copy
+import inspect
 import pickle
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from nets import backward, net, wrap
+from nets import backward, net, steps, wrap
+from optimizers import Plain
 from ranks import run_in_turn
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -24,73 +26,60 @@ class WithOwnHook(SGD):
         self.register_step_post_hook(lambda *_: None)
 
 
-class OfTheNorm(SGD):
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
+class OfTheNorm(Plain):
+    def update(self, param, group):
+        return group["lr"] * param.grad / param.grad.norm()
 
 
 class OfAGroup(OfTheNorm):
-    def step(self):
-        scaled = [group for group in self.param_groups if group.get("adapts")]
-        plain, self.param_groups = self.param_groups, scaled
-        super().step()
-        self.param_groups = plain
+    def update(self, param, group):
+        return super().update(param, group) if group.get("adapts") else torch.zeros_like(param)
 
 
-def groups_of_which_one_is_scaled():
-    return [{"params": [nn.Parameter(torch.ones(4))], "adapts": adapts} for adapts in (False, True)]
-
-
-class OfTheShape(SGD):
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad - (param.grad.mean(0) if param.dim() > 1 else 0), alpha=group["lr"])
-
-
-def at_once(do, *args, **kwargs):
-    """A case without a set-up."""
-
-    def steps():
-        yield
-        do(*args, **kwargs)
-
-    return steps
+class OfTheShape(Plain):
+    def update(self, param, group):
+        return group["lr"] * (param.grad - (param.grad.mean(0) if param.dim() > 1 else 0))
 
 
 def an_optimizer_of(make, cls=AdamW, **kwargs):
     """Of one parameter that `make` returns."""
-    return at_once(lambda: ShardedOptimizer([nn.Parameter(make())], cls, **kwargs))
+    return lambda: ShardedOptimizer([nn.Parameter(make())], cls, **kwargs)
 
 
-def wrapped(change):
-    """A net that `change` has changed."""
+def cast_by_autocast(stored, dtype, rank=None):
+    """On all ranks, or on one."""
+
+    def steps():
+        weight = nn.Parameter(torch.ones(3, dtype=stored))
+        yield
+        ShardedOptimizer([weight], SGD, autocast={weight: dtype} if rank in (None, dist.get_rank()) else {})
+
+    return steps
+
+
+def wrapped(change, rank=None):
+    """A net that `change` has changed, on all ranks or on one."""
 
     def steps():
         module = net()
-        change(module)
-        yield module
+        if rank in (None, dist.get_rank()):
+            change(module)
+        yield
         wrap(module)
 
     return steps
 
 
-def a_gradient_by_hand():
-    model, optimizer = wrap(net())
-    model.module[0].weight.grad = torch.ones(8, 8)
-    yield
-    optimizer.step()
+def after_wrapping(use, prepare=lambda optimizer, model: None, **options):
+    """`use(optimizer, a weight, the wrapper)`."""
 
+    def steps():
+        model, optimizer = wrap(net(), **options)
+        prepare(optimizer, model)
+        yield
+        use(optimizer, model.module[0].weight, model)
 
-def a_model_with_gradients_is_moved():
-    model, _ = wrap(net())
-    backward(model)
-    yield
-    model.double()
+    return steps
 
 
 def before_a_step_alone(change):
@@ -103,10 +92,6 @@ def before_a_step_alone(change):
         optimizer.step()
 
     return steps
-
-
-def on_rank_1(change):
-    return lambda module: change(module) if dist.get_rank() == 1 else None
 
 
 def a_frozen_alias(module):
@@ -139,13 +124,6 @@ def a_sparse_gradient(is_wrapped):
     yield
     model(torch.tensor([1])).sum().backward()
     optimizer.step()
-
-
-def another_shape(**kwargs):
-    weight = nn.Parameter(torch.ones(2, 3))
-    optimizer = ShardedOptimizer([weight], AdamW, **kwargs)
-    yield
-    optimizer.set_parameter(weight, torch.ones(3, 2))
 
 
 def a_learning_rate():
@@ -195,16 +173,6 @@ def a_gradient_that_is_not_finite_on_one_rank():
     optimizer.step()
 
 
-def of_the_optimizer(use):
-    def steps():
-        module = net()
-        model, optimizer = wrap(module)
-        yield model
-        use(optimizer, module[0].weight)
-
-    return steps
-
-
 DIFFERS = [  # how a model is changed on rank 1
     lambda module: module.__setitem__(2, nn.Linear(8, 4)),  # a shape
     lambda module: module[2].bfloat16(),
@@ -213,7 +181,7 @@ DIFFERS = [  # how a model is changed on rank 1
     lambda module: module.insert(1, nn.Tanh()),  # a name
     lambda module: module.register_buffer("more", torch.zeros(3)),
 ]
-# the message of an error: what is done, where what comes after `yield` must raise it
+# the message of an error: functions that must raise it, after `yield` if there is one
 CONSTRUCTION = {  # ValueError
     # -- what an optimizer is made of
     "share memory": [
@@ -225,80 +193,76 @@ CONSTRUCTION = {  # ValueError
     "imaginary parts of a complex parameter": [
         an_optimizer_of(lambda: torch.ones(4, dtype=torch.complex64), param_dtype="bfloat16")
     ],
-    "make it contiguous": [
-        at_once(lambda: ShardedOptimizer([{"params": [nn.Parameter(torch.ones(4, 8).t())], "matrices": 1}], Muon))
-    ],
+    "make it contiguous": [lambda: ShardedOptimizer([{"params": [nn.Parameter(torch.ones(4, 8).t())], "matrices": 1}], Muon)],
     "Invalid learning rate": [a_learning_rate],
     f"state_dtype='int4' is not one of {', '.join(STATE_CODECS)}": [an_optimizer_of(lambda: torch.ones(4), state_dtype="int4")],
     "needs float32 masters, not torch.float64": [
         an_optimizer_of(lambda: torch.ones(4, dtype=torch.float64), param_dtype="bfloat16_remainder")
     ],
-    "must be a class": [
-        an_optimizer_of(lambda: torch.ones(4), "AdamW"),
-        at_once(lambda: ShardedOptimizer(net().parameters())),
-    ],
+    "must be a class": [an_optimizer_of(lambda: torch.ones(4), "AdamW"), lambda: ShardedOptimizer(net().parameters())],
     "two names of one argument": [an_optimizer_of(lambda: torch.ones(4), optimizer_class=AdamW)],
     r"overlap_with_ddp=True .* zero\.ShardedDataParallel": [
-        at_once(lambda: ShardedOptimizer(net().parameters(), AdamW, None, True, True))
+        lambda: ShardedOptimizer(net().parameters(), AdamW, None, True, True)
     ],
     "by its entry matrices=1 only": [
-        at_once(lambda name=name, value=value: ShardedOptimizer([{"params": net().parameters(), name: value}], Muon))
-        for name, value in (("use_muon", True), ("kind", "muon"), ("algorithm", "Muon"))
+        lambda entry=entry: ShardedOptimizer([{"params": net().parameters(), **entry}], Muon)
+        for entry in ({"use_muon": True}, {"kind": "muon"}, {"algorithm": "Muon"})
     ],
-    **{
-        f"{cls.__name__} .*{message}": [an_optimizer_of(lambda: torch.ones(4, 4), cls)]
-        for cls, message in (
-            (LBFGS, "all parameters together"),
-            (SparseAdam, "laid flat"),
-            (torch.optim.Muon, "use ZeroRedundancyOptimizer .*or zero.Muon"),
-            (Adafactor, "use ZeroRedundancyOptimizer"),
-        )
-    },
+    "LBFGS .*all parameters together": [an_optimizer_of(lambda: torch.ones(4, 4), LBFGS)],
+    "SparseAdam .*laid flat": [an_optimizer_of(lambda: torch.ones(4, 4), SparseAdam)],
+    "Muon .*use ZeroRedundancyOptimizer .*or zero.Muon": [an_optimizer_of(lambda: torch.ones(4, 4), torch.optim.Muon)],
+    "Adafactor .*use ZeroRedundancyOptimizer": [an_optimizer_of(lambda: torch.ones(4, 4), Adafactor)],
     "registers step hooks on itself": [an_optimizer_of(lambda: torch.ones(4), WithOwnHook, elementwise=True, lr=0.1)],
     "updates a matrix otherwise than its slices": [
-        *(
-            an_optimizer_of(lambda: torch.ones(4), cls, elementwise=True, lr=lr)
-            for cls in (OfTheNorm, OfTheShape)
-            for lr in (0, 1)
+        *(an_optimizer_of(lambda: torch.ones(4), OfTheNorm, elementwise=True, lr=lr) for lr in (0, 1)),
+        *(an_optimizer_of(lambda: torch.ones(4), OfTheShape, elementwise=True, lr=lr) for lr in (0, 1)),
+        lambda: ShardedOptimizer(
+            [{"params": [nn.Parameter(torch.ones(4))], "adapts": adapts} for adapts in (False, True)],
+            OfAGroup,
+            elementwise=True,
         ),
-        at_once(lambda: ShardedOptimizer(groups_of_which_one_is_scaled(), OfAGroup, elementwise=True, lr=0.1)),
+    ],
+    "not torch.bfloat16 to torch.int32": [cast_by_autocast(torch.bfloat16, torch.int32)],
+    "not torch.float64 to torch.bfloat16": [cast_by_autocast(torch.float64, torch.bfloat16)],
+    r"differs between the ranks: parameter 0 is .*, torch.bfloat16\), on rank 0": [
+        cast_by_autocast(torch.float32, torch.bfloat16, rank=1)
     ],
     r"norm_type=.* must be positive": [
-        at_once(lambda wrong=wrong: wrap(net())[1].clip_grad_norm_(1.0, wrong)) for wrong in (0.0, -1.0, torch.nan)
+        lambda wrong=wrong: wrap(net())[1].clip_grad_norm_(1.0, wrong) for wrong in (0.0, -1.0, torch.nan)
     ],
-    "is not the same rank on all ranks": [
-        of_the_optimizer(lambda optimizer, _: optimizer.consolidate_state_dict(dist.get_rank()))
-    ],
-    "this state dict has no state": [of_the_optimizer(lambda optimizer, _: optimizer.load_state_dict(None))],
+    "is not the same rank on all ranks": [lambda: wrap(net())[1].consolidate_state_dict(dist.get_rank())],
+    "this state dict has no state": [lambda: wrap(net())[1].load_state_dict(None)],
     # -- what is wrapped
-    "the model differs between the ranks: .* on rank 0": [wrapped(on_rank_1(change)) for change in DIFFERS],
-    "mask is on the meta device": [
-        wrapped(lambda module: module.register_buffer("mask", torch.ones(2, device="meta"))),
-    ],
+    "the model differs between the ranks: .* on rank 0": [wrapped(change, rank=1) for change in DIFFERS],
+    "mask is on the meta device": [wrapped(lambda module: module.register_buffer("mask", torch.ones(2, device="meta")))],
     r"0\.weight": [wrapped(lambda module: setattr(module, "_ddp_params_and_buffers_to_ignore", ["0.weight"]))],
     "in shared memory": [wrapped(lambda module: module.share_memory())],
     "elements of windows may share memory": [
         wrapped(lambda module: module.register_buffer("windows", torch.arange(10.0).as_strided((4, 4), (2, 1))))
     ],
-    "ScriptModule": [at_once(lambda: wrap(module := torch.jit.script(net()), overlap=list(module.children())))],
-    "Tanh in overlap .* is no module": [at_once(lambda: wrap(net(), overlap=[nn.Tanh()]))],
+    "ScriptModule": [lambda: wrap(module := torch.jit.script(net()), overlap=list(module.children()))],
+    "Tanh in overlap .* is no module": [lambda: wrap(net(), overlap=[nn.Tanh()])],
     "ModuleList in overlap has no forward": [
-        at_once(lambda: wrap(module := nn.Sequential(nn.ModuleList([nn.Linear(8, 8)])), overlap=list(module)))
+        lambda: wrap(module := nn.Sequential(nn.ModuleList([nn.Linear(8, 8)])), overlap=list(module))
     ],
-    "overlap=True must be modules of the model": [at_once(lambda: wrap(net(), overlap=True))],
+    "overlap=True must be modules of the model": [lambda: wrap(net(), overlap=True)],
     "alias shares memory with a parameter, which ShardedOptimizer has moved": [
         wrapped(lambda module: module.register_buffer("alias", module[0].weight.data[2]))
     ],
-    "needs a ShardedOptimizer, not SGD": [at_once(lambda: ShardedDataParallel(net(), SGD(net().parameters())))],
+    "needs a ShardedOptimizer, not SGD": [lambda: ShardedDataParallel(net(), SGD(net().parameters()))],
     r"not the optimizer's: 2\.weight, 2\.bias; .*or use DistributedDataParallel": [
-        at_once(lambda: ShardedDataParallel(module := net(), ShardedOptimizer(module[0].parameters(), AdamW)))
+        lambda: ShardedDataParallel(module := net(), ShardedOptimizer(module[0].parameters(), AdamW))
     ],
 }
 USE = {  # RuntimeError
-    "ranks with fewer inputs cannot join": [at_once(lambda: wrap(net())[0].join()), at_once(lambda: Join([wrap(net())[1]]))],
-    "if the model was moved or cast, build ShardedOptimizer after that": [a_model_with_gradients_is_moved],
+    "ranks with fewer inputs cannot join": [lambda: wrap(net())[0].join(), lambda: Join([wrap(net())[1]])],
+    "if the model was moved or cast, build ShardedOptimizer after that": [
+        after_wrapping(lambda optimizer, _, model: model.double(), lambda optimizer, model: backward(model))
+    ],
     # -- what happens before a step
-    "gradients set by hand are not sent": [a_gradient_by_hand],
+    "gradients set by hand are not sent": [
+        after_wrapping(lambda optimizer, weight, _: (setattr(weight, "grad", torch.ones(8, 8)), optimizer.step()))
+    ],
     r"0\.bias was frozen when": [an_unfrozen_parameter],
     "was frozen when": [before_a_step_alone(lambda module: setattr(module[2].bias.requires_grad_(), "grad", torch.ones(3)))],
     "build the optimizer after": [before_a_step_alone(lambda module: module.double())],
@@ -312,49 +276,46 @@ USE = {  # RuntimeError
     ],
     # -- what is read or written
     r"the optimizer state is divided among the ranks.*iterate over optimizer\.state": [
-        of_the_optimizer(lambda optimizer, weight: optimizer.state[weight]),
-        of_the_optimizer(lambda optimizer, weight: weight in optimizer.state),
-        of_the_optimizer(lambda optimizer, weight: optimizer.state.get(weight)),
-        of_the_optimizer(lambda optimizer, weight: optimizer.state.setdefault(weight, {})),
+        after_wrapping(lambda optimizer, weight, _: optimizer.state[weight]),
+        after_wrapping(lambda optimizer, weight, _: weight in optimizer.state),
+        after_wrapping(lambda optimizer, weight, _: optimizer.state.get(weight)),
+        after_wrapping(lambda optimizer, weight, _: optimizer.state.setdefault(weight, {})),
     ],
-    "expand": [another_shape, partial(another_shape, param_dtype="bfloat16")],
+    "expand": [
+        after_wrapping(lambda optimizer, weight, _: optimizer.set_parameter(weight, torch.ones(3, 2)), param_dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    ],
 }
 COPIES = {  # TypeError
     "takes max_norm and norm_type, not parameters": [
-        of_the_optimizer(lambda optimizer, weight: optimizer.clip_grad_norm_([weight], 1.0))
+        after_wrapping(lambda optimizer, weight, _: optimizer.clip_grad_norm_([weight], 1.0))
     ],
-    r"consolidate_state_dict\(\)": [
-        of_the_optimizer(lambda optimizer, _, copy=each: copy(optimizer)) for each in (pickle.dumps, copy.deepcopy)
-    ],
+    r"consolidate_state_dict\(\)": [lambda: pickle.dumps(wrap(net())[1]), lambda: copy.deepcopy(wrap(net())[1])],
 }
-
-
 KINDS = {ValueError: CONSTRUCTION, RuntimeError: USE, TypeError: COPIES}
 
 
 def is_refused(error, message, number):
-    steps = KINDS[error][message][number]()
-    next(steps)  # the set-up, which must not raise
+    case = KINDS[error][message][number]
+    if inspect.isgeneratorfunction(case):
+        steps = case()
+        next(steps)  # the set-up, which must not raise
+        case = partial(next, steps, None)
     with pytest.raises(error, match=message):
-        next(steps, None)
+        case()
 
 
 def what_is_admitted():
-    module = net()
-    model, optimizer = wrap(module)
+    model, optimizer = wrap(net())
     optimizer.state.setdefault("scale", {"mean": 1.0})  # entries that are not of parameters are the caller's
     optimizer.state["seen"]["steps"] = 3
-    backward(model)
-    assert optimizer.clip_grad_norm_(1e-3) > 1e-3
-    optimizer.step()
+    steps(model, optimizer)
     assert (optimizer.state["scale"], optimizer.state["seen"]) == ({"mean": 1.0}, {"steps": 3})
     ShardedOptimizer(net().requires_grad_(False).parameters(), SGD).step()  # which has nothing to do
     params = list(net().parameters())
     ShardedOptimizer([{"params": params[:1], "kind": "muon", "matrices": 1}, {"params": params[1:], "use_muon": False}], Muon)
     module = net()
-    del model
-    model = DistributedDataParallel(module)
-    del model
+    DistributedDataParallel(module)  # is dropped
     ShardedOptimizer(module.parameters(), SGD, param_dtype="bfloat16")
     module = net()
     module[2].requires_grad_(False)
@@ -363,10 +324,7 @@ def what_is_admitted():
     wrap(module, SGD, lr=0.1, param_dtype="bfloat16")
     assert {param.dtype for param in module.parameters()} == {torch.bfloat16}
     assert (module.table.dtype, module.phases.dtype) == (torch.float32, torch.complex64), "such as rotary tables"
-    normed = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    model, optimizer = wrap(normed, SGD, lr=0.1, param_dtype="bfloat16")
-    model(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
+    steps(*wrap(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), SGD, lr=0.1, param_dtype="bfloat16"))
 
 
 def test_refusals_and_what_is_admitted():

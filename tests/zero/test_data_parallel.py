@@ -11,7 +11,6 @@ from blocks import Part
 from nets import wrap
 from ranks import run_in_turn
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from toy import batch, largest_difference, make_toy, sharded_toy, train, weights
 
 from zero import ShardedOptimizer
@@ -20,11 +19,6 @@ from zero.collectives import Communicator
 from zero.reducer import BucketGradients
 
 STEPS = 7
-
-
-def make(seed=None, **kwargs):
-    """A wrapped toy whose ranks start from different weights; the wrapper must make them those of rank 0."""
-    return sharded_toy(dist.get_rank() if seed is None else seed, overlap=("hidden", "head"), fused=True, **kwargs)
 
 
 def loss_of(model, number, rank):
@@ -62,8 +56,12 @@ def oracle_run(world_size, micro_steps, clip, shard_gradients, dtype):
 
 
 def trained(micro_steps, clip, param_dtype, shard_gradients):
-    """The weights, on rank 0 the masters as they are saved, and the bytes that were sent, in units of what a rank gathers."""
-    model, optimizer = make(shard_gradients=shard_gradients, param_dtype=param_dtype)
+    """The weights, on rank 0 the masters as they are saved, and the bytes that were sent, in units of what a rank gathers.
+
+    The ranks start from different weights; the wrapper must make them those of rank 0.
+    """
+    how = {"shard_gradients": shard_gradients, "param_dtype": param_dtype, "overlap": ("hidden", "head")}
+    model, optimizer = sharded_toy(dist.get_rank(), fused=True, **how)
     train(model, optimizer, dist.get_rank(), STEPS, clip, micro_steps=micro_steps, decay_lr=False, loss_of=loss_of)
     gathered = STEPS * sum(bucket.shard.nbytes for bucket in optimizer.placed.buckets) * (dist.get_world_size() - 1)
     sent = [optimizer.comm.sent_bytes[kind] / max(1, gathered) for kind in ("reduce-scatter", "all-gather")]
@@ -130,24 +128,6 @@ def a_gradient_that_somebody_keeps():
         kept[-1].zero_()
     optimizer.step()
     assert module.weight.tolist() == [pytest.approx([1 - 3 * 0.1] * 2)]
-
-
-def reentrant_checkpoints():
-    """Each calls backward within backward; every bucket is sent once."""
-
-    def forward(part, x):
-        for layer in part.layers:
-            x = checkpoint(layer, x, use_reentrant=True)
-        return x
-
-    model, optimizer = wrap(Part(forward, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(7))))
-    assert len(optimizer.placed.buckets) > 7
-    nbytes = sum(bucket.data.nbytes for bucket in optimizer.placed.buckets) // 2
-    for step in range(2):
-        model(torch.ones(2, 8, requires_grad=True)).square().sum().backward()
-        assert optimizer.comm.sent_bytes["reduce-scatter"] == (step + 1) * nbytes
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def a_backward_without_gradients(shard_gradients):
@@ -220,5 +200,5 @@ def buckets_that_nobody_has_filled():
 
 def test_steps_of_two_ranks():
     without_gradients = (functools.partial(a_backward_without_gradients, is_sharded) for is_sharded in (False, True))
-    own = alone_under_averaging_by_hand, a_gradient_that_somebody_keeps, reentrant_checkpoints, buckets_that_nobody_has_filled
+    own = alone_under_averaging_by_hand, a_gradient_that_somebody_keeps, buckets_that_nobody_has_filled
     run_in_turn(2, *own, calls, half_precision_norms, *without_gradients)

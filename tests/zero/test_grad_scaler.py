@@ -2,11 +2,10 @@
 
 from functools import partial
 
-import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn
-from toy import batch, build_toy, largest_difference, weights
+from toy import batch, build_toy, largest_difference, refused, weights
 
 from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
 from zero.build import clip_grad_norm_
@@ -34,9 +33,8 @@ def train_with_an_overflow(mode, clip, muon):
         loss = model(*batch(step, dist.get_rank()))
         if step == 1 and not under_ddp and dist.get_rank() == 0:  # a gradient that one rank alone has
             loss = loss + model.module.unused(torch.ones(3)).square().sum()
-        handle = model.get_parameter("module.hidden.weight").register_hook(
-            partial(overflow, step == 1 and dist.get_rank() == 1)
-        )
+        weight = model.get_parameter("module.hidden.weight")
+        handle = weight.register_hook(partial(overflow, step == 1 and dist.get_rank() == 1))
         scaler.scale(loss).backward()
         handle.remove()
         scaler.unscale_(optimizer)
@@ -87,13 +85,11 @@ def test_float16_gradients_are_unscaled_in_float32():
         scaler.scale(model(torch.ones(1, 3).half()).float().sum()).backward()
         return scaler
 
-    with pytest.raises(ValueError, match="wrap the model"):
-        backward(module).unscale_(optimizer)
+    refused(ValueError, "wrap the model", backward(module).unscale_, optimizer)
     optimizer.zero_grad()
     before, scaler = module.weight.tolist(), backward(ShardedDataParallel(module, optimizer))
     scaler.unscale_(optimizer)
-    assert [(owned.local.grad.dtype, owned.local.grad.tolist()) for owned in optimizer.placed.owned] == [
-        (torch.float32, [1.0] * 6)
-    ]
+    [gradient] = [owned.local.grad for owned in optimizer.placed.owned]
+    assert (gradient.dtype, gradient.tolist()) == (torch.float32, [1.0] * 6)
     scaler.step(optimizer)
     assert module.weight.tolist() != before

@@ -20,32 +20,22 @@ from zero import host_comm
 from zero.flags import Flags
 
 STEPS = 4  # before and after the save
-ALL_MODES = {**MODES, "bfloat16": Flags(param_dtype="bfloat16", bucket_mb=0.0002), "hybrid": Flags(bucket_mb=0.0002)}
-ALL_MODES["float32"] = Flags(param_dtype="float32", bucket_mb=0.0002)
-ALL_MODES["codecs"] = replace(ALL_MODES["bfloat16"], param_dtype="bfloat16_remainder", state_dtype="int8")
+SMALL = partial(Flags, bucket_mb=0.0002)
+ALL_MODES = {**MODES, "bfloat16": SMALL(param_dtype="bfloat16"), "hybrid": SMALL(), "float32": SMALL(param_dtype="float32")}
+ALL_MODES["codecs"] = SMALL(param_dtype="bfloat16_remainder", state_dtype="int8")
 WORLD_SIZES = (1, 2, 3, 4)
 MUON, CAST = "muon ", "autocast "  # before the name of a mode: the optimizer is Muon, forward runs under autocast
 KINDS = "", MUON, CAST
-SOME = [
-    (("sharded", 2), ("adamw", 1)),
-    (("torch", 3), ("sharded", 4)),
-    (("gradients", 4), ("torch", 2)),
-    (("adamw", 2), ("bfloat16", 3)),
-    (("codecs", 2), ("sharded", 4)),
-    (("sharded", 2), ("codecs", 1)),
-    (("hybrid", 4), ("sharded", 2)),
-    (("adamw", 1), ("hybrid", 4)),
-    (("muon sharded", 4), ("muon sharded", 3)),
-    (("muon sharded", 4), ("muon adamw", 1)),
-    (("muon torch", 2), ("muon gradients", 4)),
-    (("muon hybrid", 4), ("muon torch", 3)),
+SOME = [  # a place that saves, one that resumes
+    *((("sharded", 2), ("adamw", 1)), (("torch", 3), ("sharded", 4)), (("gradients", 4), ("torch", 2))),
+    *((("adamw", 2), ("bfloat16", 3)), (("codecs", 2), ("sharded", 4)), (("sharded", 2), ("codecs", 1))),
+    *((("hybrid", 4), ("sharded", 2)), (("adamw", 1), ("hybrid", 4))),
+    *((("muon sharded", 4), ("muon sharded", 3)), (("muon sharded", 4), ("muon adamw", 1))),
+    *((("muon torch", 2), ("muon gradients", 4)), (("muon hybrid", 4), ("muon torch", 3))),
     (("muon codecs", 2), ("muon bfloat16", 3)),
-    (("autocast sharded", 2), ("autocast adamw", 1)),
-    (("autocast sharded", 4), ("autocast torch", 3)),
-    (("autocast torch", 2), ("autocast gradients", 4)),
-    (("autocast hybrid", 4), ("autocast float32", 2)),
-    (("autocast float32", 3), ("autocast hybrid", 4)),
-    (("autocast adamw", 1), ("autocast sharded", 4)),
+    *((("autocast sharded", 2), ("autocast adamw", 1)), (("autocast sharded", 4), ("autocast torch", 3))),
+    *((("autocast torch", 2), ("autocast gradients", 4)), (("autocast hybrid", 4), ("autocast float32", 2))),
+    *((("autocast float32", 3), ("autocast hybrid", 4)), (("autocast adamw", 1), ("autocast sharded", 4))),
 ]
 
 
@@ -59,6 +49,7 @@ def kind_of(mode):
 
 
 def make(mode, seed):
+    """The bare model, what is called in its place, and the optimizer."""
     kind = kind_of(mode)
     autocast = torch.bfloat16 if kind == CAST else torch.float32
     model, optimizer = build_toy(flags_of(mode.removeprefix(kind)), seed, muon=kind == MUON, autocast=autocast)

@@ -307,7 +307,7 @@ class Reducer(GradientSource):
         self._agreement = self._placed.comm.all_reduce(used, dist.ReduceOp.MAX), used
         if is_partial:
             self._wait_for_agreement()
-            self._used.update(itertools.compress(self.params, used.tolist()))
+            self._used.update(itertools.compress(self.params, used.cpu().tolist()))
 
     def _wait_for_agreement(self) -> None:
         if self._agreement is not None:

@@ -332,4 +332,6 @@ def test_parts_of_bench_gpu_that_need_no_values(tmp_path, name):
         assert "update" in phases, "or after it"
         assert "forward" not in phases
         assert "data" not in phases, "a batch is copied from pinned memory"
-        assert printed.count("WARNING") == printed.count("is not finite; files from before are unchanged")
+        # a fake process group agrees on no save, and fake weights have values that are not finite
+        expected = "is not finite; files from before are unchanged", "WARNING: there is no checkpoint: "
+        assert printed.count("WARNING") == sum(map(printed.count, expected))

@@ -113,7 +113,7 @@ class Communicator:
         self.replicas = world_size // self.shard_size
         self.replica, self.shard_rank = divmod(rank, self.shard_size)
         self.shard_group, self.replica_group = group, None
-        self._mean_factor = torch.tensor(1 / world_size, dtype=torch.float64, device="cpu")  # a tensor takes less time
+        self._mean_factor = torch.full((), 1 / world_size, dtype=torch.float64, device="cpu")  # a tensor takes less time
         self._mean_factors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
         self.pool = Pool(self.is_on_cpu)
         self.sent_bytes: Counter[str] = Counter()  # bytes that this rank sent, by kind of collective

@@ -14,6 +14,7 @@ import copy
 import linecache
 import os
 import pathlib
+import re
 import sys
 import traceback
 import types
@@ -430,7 +431,8 @@ def descriptions(draw, most_ranks, optimizers):
         drawn.average = False
     rounding = draw(st.sampled_from(["", "", "dtype", "bfloat16", "int8"]))
     rarely = st.integers(0, 9).map(lambda number: number == 0)  # for what is refused
-    if rounding == "dtype" and not keys & {"float64", "bfloat16"}:  # which torch refuses to mix with float16
+    # torch refuses to mix these with float16, and buffers stay float16 where weights become bfloat16
+    if rounding == "dtype" and not any(re.search("float|buffer|spectral", key) for key in keys):
         drawn.dtype = "float16"
     elif rounding in ("bfloat16", "int8") and (drawn.optimizer not in NOT_ROUNDED or draw(rarely)):
         drawn.state_dtype = rounding

@@ -62,13 +62,14 @@ CONFIG: dict[str, Any] = {
     "legend": {"orient": "top", "direction": "horizontal", "labelFontSize": 13, "symbolType": "square", "symbolSize": 150},
     "view": {"stroke": None},
 }
-_UNITS: dict[str, dict[str, float]] = {"MB": {"GB": 1000, "MB": 1}, "bytes": {"GB": 1e9, "MB": 1e6, "kB": 1e3}}
-_UNITS |= {
+_UNITS: dict[str, dict[str, float]] = {
+    "MB": {"GB": 1000, "MB": 1},
+    "bytes": {"GB": 1e9, "MB": 1e6, "kB": 1e3},
     "ms": {"s": 1000, "ms": 1},
     "s": {"s": 1, "ms": 0.001},
     "hours": {"days": 24, "hours": 1, "min": 1 / 60, "s": 1 / 3600},
+    "tokens": {"B tokens": 1e9, "M tokens": 1e6, "tokens": 1},
 }
-_UNITS |= {"tokens": {"B tokens": 1e9, "M tokens": 1e6, "tokens": 1}}
 
 
 def save(chart: Any, path: str) -> None:

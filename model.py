@@ -304,8 +304,8 @@ class GPT(nn.Module):
         """
         if name not in GPT2_SIZES and not os.path.isfile(os.path.join(name, "config.json")):  # the hub would be asked for it
             raise ValueError(
-                f"init_from={name} is none of {', '.join(GPT2_SIZES)} and no folder with a GPT-2; see --help, or resume a run "
-                f"with --init_from=resume --out_dir={name}"
+                f"init_from={name} is none of {', '.join(GPT2_SIZES)}, and no folder of a GPT-2 or of a run with a ckpt.pt; "
+                "to resume a run, use --init_from=resume and its --out_dir"
             )
         try:
             from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel

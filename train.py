@@ -147,8 +147,8 @@ with run.stage("making the model"), SkipInitialization() if rank > 0 else nullco
         print0("Initializing a new model from scratch")
         raw_model = GPT(GPTConfig.of(config, vocab_size=data.vocab_size or GPTConfig.vocab_size))
     elif (earlier := load_weights(init_from, data)) is not None:
-        print0(f"Initializing from the weights of the run in {init_from}")
-        raw_model, earlier = GPT.from_checkpoint(earlier, dropout), None  # frees the memory
+        raw_model, at, earlier = GPT.from_checkpoint(earlier, dropout), earlier.get("iter_num"), None  # frees the memory
+        print0(f"Initializing from the weights of the run in {init_from}, at iteration {at}: {raw_model.config}")
     else:
         print0(f"Initializing from GPT-2 weights: {init_from}")
         raw_model = GPT.from_pretrained(init_from, dropout)

@@ -47,9 +47,9 @@ class _File(NamedTuple):
             while piece := os.pread(file.fileno(), size - len(content), begin + len(content)):  # perhaps a part
                 content += piece
         except OSError as error:
-            raise DataError(f"cannot read {self.path}: {error}; resume the run when it can be read again") from error
+            raise DataError(f"cannot read {self.path}: {error}; then go on from the last checkpoint") from error
         if len(content) < size:
-            raise DataError(f"{self.path} was cut off or rewritten while it was read; prepare it again, and resume the run")
+            raise DataError(f"{self.path} became shorter while it was read; prepare it, then go on from the last checkpoint")
         return np.frombuffer(content, self.dtype)
 
 

@@ -51,9 +51,9 @@ class Planner:
         if self.device_type not in ("cpu", "cuda", "mps"):
             raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
         if (found := card(settings["gpu"])) is None:
-            remedy = "for another card, give the nearest one, and --gpu_memory_gb"
             if several := re.fullmatch(r"(\d+)(?: ?[x*] ?| )(.+)", settings["gpu"]):
-                remedy = f"use --world_size={several[1]} --gpu={several[2]}"
+                raise ValueError(f"gpu={settings['gpu']} is more than one; use --world_size={several[1]} --gpu={several[2]}")
+            remedy = "for another card, give the nearest one, and --gpu_memory_gb"
             raise ValueError(f"gpu={settings['gpu']} is not one of {', '.join(CARDS)}; {remedy}")
         self.card, on_gpu = found, self.device_type == "cuda"
         # GB of a rank by the settings, or of a device without a card; 0: as the card has
@@ -87,7 +87,8 @@ class Planner:
         """Return `memory` in words."""
         tensors = f"{self.memory(world_size) / 1e9:.3g} GB"
         if self.given_gb:
-            return f"{self.given_gb:g} GB" + (f" ({tensors} for tensors)" if self.device_type == "cpu" else "")
+            assumed = "" if self.settings["gpu_memory_gb"] else "; assumed, give --gpu_memory_gb"
+            return f"{self.given_gb:g} GB" + (f" ({tensors} for tensors{assumed})" if self.device_type == "cpu" else "")
         libraries = "CUDA, cuBLAS and NCCL" if world_size > 1 else "CUDA and cuBLAS"
         whole, taken = self.card.memory_gb, f"{self.card.memory_gb - self.memory(world_size) / 1e9:g}"
         sends_all_to_all = not self.has_adamw or weight_dtype(self.settings["param_dtype"]) != "float32"

@@ -92,10 +92,11 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
     """
     check_vocabulary(checkpoint, data.name, data.meta)
     if "dataset" in checkpoint and checkpoint["dataset"] != data.fingerprint:
-        name = checkpoint["config"].get("dataset")
+        name, before = checkpoint["config"].get("dataset"), checkpoint["dataset"]
+        file = next(file for file in before | data.fingerprint if before.get(file) != data.fingerprint.get(file))
         print0(
-            f"note: the run goes on with other data: dataset {data.name}; until the checkpoint it was dataset {name}; "
-            "another number of tokens changes their order in the middle of an epoch"
+            f"note: the run goes on with other data: dataset {data.name}; until the checkpoint it was dataset {name}, "
+            f"with {file} of {before.get(file)}; another number of tokens changes their order in the middle of an epoch"
         )
     groups = checkpoint["optimizer"]["param_groups"]
     of_matrices = next((group for group in groups if group.get("matrices")), None)
@@ -148,7 +149,7 @@ def check_vocabulary(checkpoint: dict[str, Any], name: str, meta: dict[str, Any]
     if vocabulary != own:
         raise ValueError(
             f"dataset {name} has another vocabulary ({own}) than the checkpoint ({vocabulary}); use the files of dataset "
-            f"{checkpoint['config'].get('dataset')} that it was trained on, or start a new run in another --out_dir"
+            f"{checkpoint['config'].get('dataset')} that it was trained on, or start from scratch in another --out_dir"
         )
 
 

@@ -249,6 +249,13 @@ def print_phases_and_collectives():
         return original(*args)
 
 
+def print_seeds():
+    @around("torch:manual_seed")
+    def manual_seed(original, seed):
+        print(f"rank {rank()} draws from {seed}\n", end="", flush=True)
+        return original(seed)
+
+
 def print_bytes_sent(*iterations):
     """When these begin: the bytes and packets that this host has sent."""
     import torch.distributed as dist

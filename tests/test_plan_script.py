@@ -239,7 +239,7 @@ MISTAKES = {
     "--gpu_hour_price=2.5": "gpu_hour_price needs the speed of the GPUs",
     "--find=batch --json=plan.json": "find prints no table; remove --json",
     "--device=cuda --gpu=A101": "gpu=A101 is not one of B200, ",
-    "--device=cuda --gpu=8xH100": "; use --world_size=8 --gpu=H100",
+    "--device=cuda --gpu=8xH100": "gpu=8xH100 is more than one; use --world_size=8 --gpu=H100",
     "--device=cuda --gpu=V100 --param_dtype=bfloat16": "no bfloat16 and computes in float16; use --param_dtype=auto",
     "--init_from=gpt2 --vocab_size=65": "gpt2 has its own; remove --vocab_size",
     # what train.py refuses

@@ -2,10 +2,11 @@
 
 import re
 
+import faults
 import numpy as np
 import pytest
 import torch
-from scripts import events_of, run, torch_load, train, training
+from scripts import FEW, events_of, run, torch_load, train, training
 from toy import assert_equal
 
 
@@ -150,3 +151,11 @@ def test_wsd_is_constant_then_decays_and_goes_on_from_its_stable_part(data, tmp_
     train(tmp_path, data, *wsd, "--max_iters=16", "--lr_decay_iters=16", "--init_from=resume")
     assert [rates(tmp_path)[i] for i in (9, 10, 11, 12)] == [1e-2] * 4
     assert rates(tmp_path)[16] == 1e-4
+
+
+def test_dropout_depends_on_the_iteration_and_the_rank(data, tmp_path):
+    printed = run(*training(tmp_path, data, FEW, "--max_iters=2"), ranks=2, before=faults.print_seeds).succeeded()
+    seeds = [re.findall(rf"rank {rank} draws from (\d+)", printed.stdout) for rank in range(2)]
+    first = {of_rank.pop(0) for of_rank in seeds}  # of the weights
+    assert len(first) == 1
+    assert len({*seeds[0], *seeds[1]}) == 6, "three iterations of two ranks"

@@ -207,7 +207,7 @@ def test_a_file_that_is_rewritten_in_place_ends_a_run_with_one_line(data, tmp_pa
     with Forked(*training(out, folder, FEW, "--max_iters=100000", "--eval_interval=4")) as started:
         started.wait_for("iter 8:")
         os.truncate(folder / "train.bin", 1000)
-        why, remedy = "was cut off or rewritten while it was read", "prepare it again, and resume the run"
+        why, remedy = "became shorter while it was read", "prepare it, then go on from the last checkpoint"
         assert started.finish().refusal() == f"error: {folder}/train.bin {why}; {remedy}"
     assert json.loads((out / "run.json").read_text())["state"] == "failed"
     assert torch_load(out)["iter_num"] >= 8

@@ -38,9 +38,10 @@ def _compare(path: str, other: str, tolerance: float) -> int:
     if not different:
         print(f"bit-identical: {counts}")
         return 0
-    largest = max(each.largest for each in different)
+    first, largest = different[0].largest, max(each.largest for each in different)
     judged = "within the tolerance" if largest <= tolerance else "more than the tolerance"
-    print(f"{len(different)} differ{'' if math.isinf(largest) else f' by at most {largest:.3g}, {judged}'}, of {counts}:")
+    steps = f" (and {largest:.3g} steps)" if largest > first else ""
+    print(f"{len(different)} differ{'' if math.isinf(largest) else f' by at most {first:.3g}{steps}, {judged}'}, of {counts}:")
     for each in different[:_SHOWN]:
         print(f"  {each.why or f'{each.largest:<9.3g}'}  {each.name}")
     if len(different) > _SHOWN:

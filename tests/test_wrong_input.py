@@ -32,7 +32,7 @@ MORE_MISTAKES = {  # one process finds them in the same way
     "--zero1_impl=other": "sharded, torch",
     "--dtype=int8": "float32, bfloat16, float16",
     "--init_from=gtp2": "init_from=gtp2 is none of gpt2, gpt2-medium, ",
-    "--init_from=config": "or resume a run with --init_from=resume --out_dir=config",
+    "--init_from=config": "no folder of a GPT-2 or of a run with a ckpt.pt; to resume a run, use --init_from=resume",
     "--block_size=2000": "too few for one sequence",
     "--device=cuda:7": "use for example --device=cpu",
     "--backend=mpi": "nccl, gloo",

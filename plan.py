@@ -268,7 +268,7 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
 def notes(rows: list[dict[str, Any]], planner: Planner) -> Iterator[str]:
     """Yield lines about one number of ranks: flags that take memory or change nothing, what checkpointing saves."""
     base, chosen = next((row for row in rows if row["mode"] == "sharded"), rows[0]), next(row for row in rows if row["chosen"])
-    size, parts = base["world_size"], list(COLUMNS.items())[2 : list(COLUMNS).index("peak")]
+    size, parts = base["world_size"], list(COLUMNS.items())[: list(COLUMNS).index("peak")]
     for row in rows:
         if row["peak"] > 1.005 * base["peak"] and (row["mode"] not in MODES or MODES[row["mode"]].flags.is_sharded):
             more, most = max((row[key] - base[key], heading) for heading, (key, kind) in parts if kind == "bytes")

@@ -68,7 +68,8 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
         return optimizer.partition()
     params, specs = parameters(optimizer), parameter_specs(optimizer.param_groups)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        plan, rank, replica = _plan_of_torch(optimizer, params, specs), optimizer.rank, 0
+        groups_of_ranks = optimizer._partition_parameters()  # type: ignore[attr-defined]  # not in torch's stubs
+        plan, rank, replica = _whole_parameters(groups_of_ranks, params, specs), optimizer.rank, 0
         inner, group, everyone = optimizer.optim, optimizer.process_group, optimizer.process_group
     else:
         plan, rank, replica = Plan(tuple(specs), 1), 0, dist.get_rank() if dist.is_initialized() else 0
@@ -82,17 +83,20 @@ def zero_redundancy_plan(specs: Sequence[ParameterSpec], world_size: int) -> Pla
     params, groups = [torch.empty(spec.shape, device="meta") for spec in specs], dict[int, list[torch.Tensor]]()
     for param, spec in sorted(zip(params, specs, strict=True), key=lambda pair: pair[1].group):
         groups.setdefault(spec.group, []).append(param)
-    optimizer: Any = object.__new__(ZeroRedundancyOptimizer)  # without its constructor, which needs all ranks
-    optimizer.world_size, optimizer._partition_parameters_cache = world_size, []
-    optimizer.param_groups = [{"params": params} for params in groups.values()]
-    return _plan_of_torch(optimizer, params, specs)
+    optimizer = object.__new__(ZeroRedundancyOptimizer)  # without its constructor, which needs all ranks
+    needed = {"param_groups": [{"params": of_group} for of_group in groups.values()], "_partition_parameters_cache": []}
+    vars(optimizer).update(world_size=world_size, **needed)
+    return _whole_parameters(optimizer._partition_parameters(), params, specs)  # type: ignore[attr-defined]
 
 
-def _plan_of_torch(optimizer: Any, params: Sequence[torch.Tensor], specs: Sequence[ParameterSpec]) -> Plan:
+def _whole_parameters(
+    groups_of_ranks: list[list[dict[str, Any]]], params: Sequence[torch.Tensor], specs: Sequence[ParameterSpec]
+) -> Plan:
+    """Return the plan in which each rank has the parameters of its groups."""
     numbers = {param: number for number, param in enumerate(params)}
     assigned = tuple(
         tuple(Slice(numbers[param], 0, param.numel()) for group in groups for param in group["params"])
-        for groups in optimizer._partition_parameters()
+        for groups in groups_of_ranks
     )
     return Plan(tuple(specs), len(assigned), assigned=assigned)
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from distributed import machine
 from distributed.launch import Launch
-from zero.host_comm import broadcast_object, gather_objects, is_rank_0
+from zero.host_comm import broadcast_object, gather_objects, is_rank_0, on_all_ranks
 from zero.stopwatch import Stopwatch
 
 tqdm.set_lock(threading.RLock())  # only one process draws; the default is a lock between processes
@@ -77,18 +77,9 @@ def print0(*values: Any) -> None:
 def on_rank_0(function: Callable[[], Any]) -> Any:
     """Call a function on rank 0 only and return its result on all ranks. Needs to be called on all ranks.
 
-    Raises ValueError, OSError on all ranks, if the function raised it on rank 0.
+    If the function raises on rank 0, all ranks raise, the others ValueError.
     """
-    result = error = None
-    if is_rank_0():
-        try:
-            result = function()
-        except (ValueError, OSError) as raised:
-            error = raised
-    result, error = broadcast_object((result, error))
-    if error is not None:
-        raise error
-    return result
+    return broadcast_object(on_all_ranks(lambda: function() if is_rank_0() else None))
 
 
 def sum_over_ranks(value: torch.Tensor) -> float:

@@ -9,7 +9,6 @@ import os
 import pathlib
 import sys
 import zlib
-from collections import Counter
 from typing import Any
 
 import torch
@@ -23,11 +22,7 @@ from distributed.ranks import print0
 from forecast.modes import batch_in_words, divided_batch, muon_of
 from model import GPTConfig
 from zero.flags import Flags
-from zero.host_comm import gather_objects
-
-Facts = dict[str, dict[str, Any]]  # remedy if values differ between ranks: name: value
-
-_SHOWN = 3  # differences that a message names
+from zero.host_comm import check_same_on_all_ranks
 
 
 def compare_settings(settings: dict[str, Any], device: str, dtype: str) -> None:
@@ -36,15 +31,13 @@ def compare_settings(settings: dict[str, Any], device: str, dtype: str) -> None:
     Call it before `start`, where a rank with another backend or device could not join the others. The settings in `PER_HOST`
     may differ. `device` and `dtype` are what `machine.resolve` returned.
 
-    Raises ValueError on all ranks, with a rank that differs, what it has and what the others have.
+    Raises ValueError on all ranks, with a rank that differs, what it has and what rank 0 has.
     """
     settings = settings | {"device": device.partition(":")[0], "dtype": dtype}
-    facts: Facts = {
-        "install the same versions on all hosts": versions(),
-        "copy the same code to all hosts": sources(),
-        "start all ranks with the same settings": {key: settings[key] for key in settings if key not in PER_HOST},
-    }
-    compare(facts)
+    shared = {key: value for key, value in settings.items() if key not in PER_HOST}
+    check_same_on_all_ranks(versions(), remedy="install the same versions on all hosts")
+    check_same_on_all_ranks(sources(), remedy="copy the same code to all hosts")
+    check_same_on_all_ranks(shared, remedy="start all ranks with the same settings")
 
 
 def check_combinations(settings: dict[str, Any], world_size: int) -> None:
@@ -76,11 +69,9 @@ def compare_model_and_data(model: torch.nn.Module, fingerprint: dict[str, str], 
     Raises ValueError as `compare_settings`.
     """
     parameters = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in model.named_parameters()}
-    facts: Facts = {
-        "copy the dataset from one host to the others": fingerprint,
-        "give all hosts the same checkpoint or pretrained model": {**values, **vars(model.config), **parameters},
-    }
-    compare(facts)
+    of_model = {**values, **vars(model.config), **parameters}
+    check_same_on_all_ranks(fingerprint, remedy="copy the dataset from one host to the others")
+    check_same_on_all_ranks(of_model, remedy="give all hosts the same checkpoint or pretrained model")
 
 
 def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any], data: Dataset) -> None:
@@ -161,32 +152,3 @@ def sources() -> dict[str, str]:
     files = {pathlib.Path(name).resolve() for name in names if name.endswith(".py") and not name.startswith(python)}
     own = sorted(file for file in files if file.is_relative_to(root) and file.is_file())
     return {str(path.relative_to(root)): f"{zlib.crc32(path.read_bytes()):08x}" for path in own}
-
-
-def compare(facts: Facts) -> None:
-    """Raise ValueError on all ranks if they have different facts. Needs to be called on all ranks."""
-    if message := difference(gather_objects(facts)):
-        raise ValueError(message)
-
-
-def difference(by_rank: list[Facts]) -> str | None:
-    """Return a line that says which rank differs in what, and the remedy; None if all ranks have the same facts."""
-    for remedy in by_rank[0]:
-        values = [facts.get(remedy, {}) for facts in by_rank]
-        names = dict.fromkeys(name for of_rank in values for name in of_rank)
-        texts = [_difference(name, [str(of_rank.get(name, "absent")) for of_rank in values]) for name in names]
-        if found := [text for text in texts if text]:
-            more = [f"{len(found) - _SHOWN} more differ"] if len(found) > _SHOWN else []
-            return "; ".join([*found[:_SHOWN], *more, remedy])
-    return None
-
-
-def _difference(name: str, values: list[str]) -> str | None:
-    """Return a text that says which rank has another value than most ranks, or None if all have the same."""
-    (common, count), *rest = Counter(values).most_common()
-    if not rest:
-        return None
-    odd, usual = next(rank for rank, value in enumerate(values) if value != common), values.index(common)
-    if 1 < count == len(values) - 1:
-        return f"rank {odd} has {name}={values[odd]}, the others {name}={common}"
-    return ", ".join(f"rank {rank} has {name}={values[rank]}" for rank in sorted((odd, usual)))

@@ -18,7 +18,7 @@ from configurator import TRAIN, configure, settings_of
 from data.vocabulary import DataError
 from model import GPT, GPTConfig
 from run import rank_checks
-from run.rank_checks import check_combinations, compare_model_and_data, compare_settings, difference
+from run.rank_checks import check_combinations, compare_model_and_data, compare_settings
 
 MISTAKES = {
     "--use_zero=True": "did you mean 'use_zero1'?",
@@ -100,10 +100,10 @@ def test_mistakes_of_one_process_have_exit_code_2(data, tmp_path):
 REFUSED = {  # more arguments of the last rank, and the line that is printed; DATA is another dataset
     "other settings": (
         ["--backend=gloo", "--param_dtype=bfloat16", "--seed=7"],
-        "rank 2 has param_dtype=bfloat16, the others param_dtype=auto; rank 2 has backend=gloo, the others backend=auto; "
-        "rank 2 has dtype=bfloat16, the others dtype=float32; 1 more differ; start all ranks with the same settings",
+        "rank 2: param_dtype is bfloat16, on rank 0 auto; backend is gloo, on rank 0 auto; "
+        "dtype is bfloat16, on rank 0 float32; 1 more differ; start all ranks with the same settings",
     ),
-    "another dataset": (["--dataset=DATA"], "rank 2 has train.bin=4000 tokens with checksum "),
+    "another dataset": (["--dataset=DATA"], "rank 2: train.bin is 4000 tokens with checksum "),
 }
 
 
@@ -116,36 +116,27 @@ def test_a_rank_that_differs_is_named_on_all_ranks(data, other, tmp_path, name):
 
 
 def differing():
-    """What all ranks are told if the last one has another source file, and another model."""
+    """What a rank is told if the last one has another source file, another model, and other data."""
     is_last, sources = dist.get_rank() == dist.get_world_size() - 1, rank_checks.sources()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_checks, "sources", lambda: sources | ({"zero/layout.py": "changed"} if is_last else {}))
         with pytest.raises(ValueError, match="; copy the same code to all hosts") as of_code:
             compare_settings({"seed": 7}, "cpu", "float32")
     model = GPT(GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32))
+    compare_model_and_data(model, {}, elapsed_s=math.nan)  # of a checkpoint of nanoGPT
+    with pytest.raises(ValueError, match="; copy the dataset from one host to the others") as of_data:
+        compare_model_and_data(model, {"val.bin": "new"} if is_last else {})
     with pytest.raises(ValueError, match="; give all hosts the same checkpoint or pretrained model") as of_model:
         compare_model_and_data(model.half() if is_last else model, {})
-    return str(of_code.value), str(of_model.value)
+    return [str(told.value) for told in (of_code, of_data, of_model)]
 
 
-def test_another_source_file_and_another_model():
-    told, *others = run_ranks(differing, 3)
-    assert others == [told] * 2
-    assert told[0].startswith("rank 2 has zero/layout.py=changed, the others zero/layout.py=")
-    weight = "transformer.wte.weight=(29, 32) torch.float{}"
-    assert told[1].startswith(f"rank 2 has {weight.format(16)}, the others {weight.format(32)}; ")
-
-
-def test_what_the_line_says():
-    same, other, without_b = ({"mend it": values} for values in ({"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1}))
-    assert difference([same] * 3) is None
-    assert difference([same, other]) == "rank 0 has b=2, rank 1 has b=3; mend it", "with two ranks nobody is in the majority"
-    assert difference([same, same, other]) == "rank 2 has b=3, the others b=2; mend it"
-    assert difference([other] * 8 + [same] * 9) == "rank 0 has b=3, rank 8 has b=2; mend it"
-    assert difference([same, without_b, same]) == "rank 1 has b=absent, the others b=2; mend it"
-    assert difference([same, {}, same]) == "rank 1 has a=absent, the others a=1; rank 1 has b=absent, the others b=2; mend it"
-    many = difference([{"mend it": dict.fromkeys("abcdef", rank == 2)} for rank in range(4)])
-    assert many.endswith("rank 2 has c=True, the others c=False; 3 more differ; mend it")
+def test_another_source_file_another_model_and_other_data():
+    *others, (code, data, model) = run_ranks(differing, 3)
+    assert others == [[f"rank 2: {told}" for told in (code, data, model)]] * 2
+    assert code.startswith("zero/layout.py is changed, on rank 0 ")
+    assert data.startswith("val.bin is new, on rank 0 absent; ")
+    assert model.startswith("transformer.wte.weight is (29, 32) torch.float16, on rank 0 (29, 32) torch.float32; ")
 
 
 def printed_commands():

@@ -101,16 +101,17 @@ def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None = None
 
 
 def check_same_on_all_ranks(
-    facts: dict[str, Any], group: dist.ProcessGroup | None = None, what: str = "model", do: str = "build"
+    facts: dict[str, Any], group: dist.ProcessGroup | None = None, remedy: str = "build the same model on all ranks"
 ) -> None:
-    """Raise ValueError on all ranks if the facts about the model, or `what`, of a rank differ from those of rank 0."""
+    """Raise ValueError on all ranks, with the remedy, if the texts of a rank's facts differ from those of rank 0."""
     expected = broadcast_object(facts, group)
 
     def compare() -> None:
-        for name in expected | facts:
-            if facts.get(name) != expected.get(name):
-                values = f"{facts.get(name, 'absent')}, on rank 0 {expected.get(name, 'absent')}"
-                raise ValueError(f"the {what} differs between the ranks: {name} is {values}; {do} the same {what} on all ranks")
+        values = {name: (str(facts.get(name, "absent")), str(expected.get(name, "absent"))) for name in expected | facts}
+        differ = [f"{name} is {own}, on rank 0 {its}" for name, (own, its) in values.items() if own != its]
+        if differ:
+            more = [f"{len(differ) - 3} more differ"] if len(differ) > 3 else []
+            raise ValueError("; ".join([*differ[:3], *more, remedy]))
 
     on_all_ranks(compare, group)
 

@@ -145,7 +145,7 @@ class DividedState(DividedOptimizer):
             state_dict = prepare(self, state_dict) or state_dict
         on_all_ranks(partial(self._check_whole, state_dict), self.comm.group)
         outline = on_all_ranks(partial(_outline, state_dict), self.comm.group)
-        check_same_on_all_ranks(outline, self.comm.group, "state dict", "load")
+        check_same_on_all_ranks(outline, self.comm.group, "load the same state dict on all ranks")
         in_order = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
         numbers = {key: number for number, key in enumerate(in_order)}  # a key may also be a name
         saved: dict[Any, Any] = {}

@@ -49,7 +49,7 @@ def test_hosts_with_folders_of_their_own_cannot_resume(data, tmp_path):
     refused.refusal("rank 1 has a checkpoint in out_dir, but rank 0 has none; use an out_dir that all")
     train(tmp_path / "0", data, FEW, "--max_iters=1", ranks=1)
     refused = run(*training("of a rank", data, FEW, "--init_from=resume"), **how)
-    refused.refusal(f"rank 1 does not see the checkpoint of rank 0: {tmp_path}/1/ckpt.pt")
+    refused.refusal(f"rank 1: {tmp_path}/1/ckpt.pt")
     assert os.listdir(tmp_path / "1") == ["ckpt.pt"]
 
 

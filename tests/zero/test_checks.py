@@ -224,7 +224,7 @@ CONSTRUCTION = {  # ValueError
     ],
     "not torch.bfloat16 to torch.int32": [cast_by_autocast(torch.bfloat16, torch.int32)],
     "not torch.float64 to torch.bfloat16": [cast_by_autocast(torch.float64, torch.bfloat16)],
-    r"differs between the ranks: parameter 0 is .*, torch.bfloat16\), on rank 0": [
+    r"parameter 0 is .*, torch.bfloat16\), on rank 0 .*; build the same model on all ranks": [
         cast_by_autocast(torch.float32, torch.bfloat16, rank=1)
     ],
     r"norm_type=.* must be positive": [
@@ -233,7 +233,7 @@ CONSTRUCTION = {  # ValueError
     "is not the same rank on all ranks": [lambda: wrap(net())[1].consolidate_state_dict(dist.get_rank())],
     "this state dict has no state": [lambda: wrap(net())[1].load_state_dict(None)],
     # -- what is wrapped
-    "the model differs between the ranks: .* on rank 0": [wrapped(change, rank=1) for change in DIFFERS],
+    " on rank 0 .*; build the same model on all ranks": [wrapped(change, rank=1) for change in DIFFERS],
     "mask is on the meta device": [wrapped(lambda module: module.register_buffer("mask", torch.ones(2, device="meta")))],
     r"0\.weight": [wrapped(lambda module: setattr(module, "_ddp_params_and_buffers_to_ignore", ["0.weight"]))],
     "in shared memory": [wrapped(lambda module: module.share_memory())],

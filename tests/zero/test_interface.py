@@ -212,7 +212,7 @@ def state_that_differs_between_the_ranks():
         other = copy.deepcopy(plain.state_dict())
         if dist.get_rank() == 1:
             spoil(other)
-        refused(ValueError, "the state dict differs between the ranks", optimizer.load_state_dict, other)
+        refused(ValueError, "load the same state dict on all ranks", optimizer.load_state_dict, other)
 
 
 def is_reset(name, **kwargs):
@@ -286,7 +286,7 @@ def what_is_not_taken_over():
     on_one_rank.state["seen"] = 5
     if dist.get_rank() == 0:
         train([(module, on_one_rank)], [0])
-    refused(ValueError, "the state dict differs between the ranks", ShardedOptimizer, on_one_rank)
+    refused(ValueError, "load the same state dict on all ranks", ShardedOptimizer, on_one_rank)
 
 
 def test_another_optimizer_is_taken_over():
@@ -400,7 +400,7 @@ def no_place_for_a_group():
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     model, optimizer = tower(ShardedOptimizer, optimizer_class=Adam)
     refused(ValueError, "more than one parameter group", optimizer.add_param_group, {"params": model.layers[2].bias})
-    with pytest.raises(ValueError, match="the model differs between the ranks"):
+    with pytest.raises(ValueError, match="build the same model on all ranks"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3 + dist.get_rank()))]})
     assert len(optimizer.param_groups) == 2, "nothing has been added"
 

@@ -8,12 +8,11 @@ from types import NoneType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zero.checkpoint.archive import Pieces, write_archive
 from zero.checkpoint.files import atomic_write, reading
 from zero.checkpoint.state import CheckpointError, outlined, snapshot
-from zero.host_comm import broadcast_object, cpu_group, gather_objects, on_all_ranks
+from zero.host_comm import broadcast_object, on_all_ranks
 
 NAME = "ckpt.pt"  # of the newest checkpoint of a folder
 FORMAT = 1  # version of the keys that are added to nanoGPT's six
@@ -107,25 +106,23 @@ def load_on_all_ranks(path: str, load: Callable[[str], dict[str, Any]] = load) -
 
     Raises CheckpointError on all ranks, if one cannot read the file, or sees another one than rank 0. An equal copy is fine.
     """
-    group = cpu_group(None) if dist.is_initialized() else None
     own = _identity(path)
-    of_rank_0 = broadcast_object(own, group)
-    checkpoint, reason = dict[str, Any](), None
-    try:
-        if own and of_rank_0 and own != of_rank_0:
-            verify(path)  # a copy may be damaged
-            if own[0] != of_rank_0[0]:
-                raise CheckpointError(f"{path} is another file")
-        checkpoint = load(path)
-    except CheckpointError as error:
-        reason = str(error)
-    reasons = gather_objects(reason, group)
-    if reasons[0]:
-        raise CheckpointError(reasons[0])
-    if rank := next((rank for rank, reason in enumerate(reasons) if reason), 0):
-        remedy = "use a folder that all machines share, or copy the file to every machine"
-        raise CheckpointError(f"rank {rank} does not see the checkpoint of rank 0: {reasons[rank]}; {remedy}")
-    return checkpoint
+    of_rank_0 = broadcast_object(own)
+
+    def read() -> dict[str, Any]:
+        try:
+            if own and of_rank_0 and own != of_rank_0:
+                verify(path)  # a copy may be damaged
+                if own[0] != of_rank_0[0]:
+                    raise CheckpointError(f"{path} is another file")
+            return load(path)
+        except CheckpointError as error:
+            if own == of_rank_0:
+                raise
+            remedy = "use a folder that all machines share, or copy the file of rank 0 to every machine"
+            raise CheckpointError(f"{error}; {remedy}") from error
+
+    return on_all_ranks(read, kind=CheckpointError)
 
 
 def _identity(path: str) -> tuple[list[Any], tuple[int, int]] | None:

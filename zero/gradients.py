@@ -10,7 +10,7 @@ import torch.distributed as dist
 from zero.buckets import Bucket, Placement
 from zero.checks import SPARSE
 from zero.collectives import Communicator
-from zero.host_comm import cpu_group, extremes
+from zero.host_comm import extremes
 from zero.tensors import flattened, name_of, shaped
 
 COMPARED_STEPS = 2  # the first ones
@@ -65,15 +65,13 @@ class ParameterGradients(GradientSource):
             raise RuntimeError(SPARSE)
         if comm.world_size == 1:
             return
-        has_one = torch.tensor([param.grad is not None for param in params], dtype=torch.bool, device="cpu")
-        found = torch.stack((has_one, ~has_one)).to(torch.uint8)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=cpu_group(comm.group))  # does not wait for a GPU
-        if on_some := found.all(dim=0).nonzero().flatten().tolist():
-            name = name_of(params[on_some[0]], self._placed.names)
-            raise RuntimeError(
-                f"{name} has a gradient on some ranks only; average the gradients over all ranks, where a rank without one "
-                "counts as zero, or use ShardedDataParallel"
-            )
+        has_one = extremes([param.grad is not None for param in params], comm.group)  # does not wait for a GPU
+        for param, (least, largest) in zip(params, has_one, strict=True):
+            if least < largest:
+                raise RuntimeError(
+                    f"{name_of(param, self._placed.names)} has a gradient on some ranks only; average the gradients over all "
+                    "ranks, where a rank without one counts as zero, or use ShardedDataParallel"
+                )
         if self._compared < COMPARED_STEPS:
             self._compared += 1
             self._compare([param for param in params if param.grad is not None])

@@ -21,9 +21,10 @@ def _is_alone(group: Any) -> bool:
 def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a process group of the same ranks that sends from main memory.
 
-    This is `group` itself if its backend is gloo or fake; otherwise a new gloo group. The first call must be on all ranks.
+    This is `group` itself if its backend is gloo or fake, or there is one rank; otherwise a new gloo group. The first call must
+    be on all ranks.
     """
-    return group if dist.get_backend(group) in ("gloo", "fake") else _gloo_group(group or dist.group.WORLD)
+    return group if _is_alone(group) or dist.get_backend(group) in ("gloo", "fake") else _gloo_group(group or dist.group.WORLD)
 
 
 @cache

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from zero.checkpoint.state import CheckpointError, consolidate, named, restore
 from zero.checks import refuse_join
 from zero.collectives import Communicator
-from zero.host_comm import broadcast_object, check_same_on_all_ranks, meet, on_all_ranks, on_any_rank
+from zero.host_comm import check_same_on_all_ranks, meet, on_all_ranks
 from zero.sharded_state import DividedOptimizer, first_state, hyperparameters, parameters
 
 ELSEWHERE = "consolidated_on_rank"  # in the state dicts of other ranks
@@ -98,9 +98,9 @@ class DividedState(DividedOptimizer):
         Needs to be called on all ranks. Raises RuntimeError if one is missing, and as `zero.checkpoint.consolidate` does.
         """
         meet(self.comm.group)
-        of_rank_0 = broadcast_object(to, self.comm.group) if self.comm.world_size > 1 else to
-        if on_any_rank(to != of_rank_0 or to not in range(self.comm.world_size), self.comm.group):
-            raise ValueError(f"to={to} is not the same rank on all ranks, one of 0 to {self.comm.world_size - 1}")
+        check_same_on_all_ranks({"to": to}, self.comm.group, "name one rank on all ranks")
+        if to not in range(self.comm.world_size):
+            raise ValueError(f"to={to} is not one of the ranks 0 to {self.comm.world_size - 1}")
         whole = consolidate(self, to)
         if self.has_state:
             self.consolidated = {ELSEWHERE: to} if whole is None else whole["state"]

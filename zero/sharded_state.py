@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zero.buckets import OwnedSlice
-from zero.host_comm import ALONE, cpu_group, gather_objects, meet
+from zero.host_comm import ALONE, meet
 from zero.layout import ParameterSpec, Plan, Slice, parameter_specs
 from zero.stopwatch import without_hooks
 
@@ -25,26 +25,17 @@ class Partition:
     inner: torch.optim.Optimizer  # holds this rank's part of the state
     plan: Plan
     rank: int  # of this process, among the ranks that share the state
-    process_group: dist.ProcessGroup | None  # the ranks that share the state
-    everyone: dist.ProcessGroup | None  # all ranks, also those of other replicas; ALONE without sharding
+    process_group: dist.ProcessGroup | None  # the ranks that share the state; ALONE without sharding
+    everyone: dist.ProcessGroup | None  # all ranks, also those of other replicas
     owned: Sequence[OwnedSlice]  # the parameters of `inner`: this rank's slices, in the order of `plan.slices`
     replica: int = 0  # index of the replica of this process; without sharding, each process has one, as rank 0 of 1
 
     @property
-    def cpu_group(self) -> dist.ProcessGroup | None:
-        """The process group of these ranks that sends from main memory; None if there is one rank."""
-        return cpu_group(self.process_group) if self.plan.world_size > 1 else None
-
-    @property
     def ranks(self) -> list[int]:
-        """These ranks, numbered as those of all processes."""
+        """The ranks that share the state, numbered as those of all processes."""
         if self.plan.world_size > 1:
             return dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         return [dist.get_rank() if dist.is_initialized() else 0]
-
-    def gather(self, value: Any) -> list[Any]:
-        """Gather a value of each of these ranks. Needs to be called on all of them."""
-        return gather_objects(value, self.cpu_group) if self.plan.world_size > 1 else [value]
 
 
 class DividedOptimizer(torch.optim.Optimizer):
@@ -73,7 +64,7 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
         inner, group, everyone = optimizer.optim, optimizer.process_group, optimizer.process_group
     else:
         plan, rank, replica = Plan(tuple(specs), 1), 0, dist.get_rank() if dist.is_initialized() else 0
-        inner, group, everyone = optimizer, None, ALONE
+        inner, group, everyone = optimizer, ALONE, ALONE
     owned = [OwnedSlice(number, params[number], 0, stop, 0, params[number]) for number, _, stop, _ in plan.slices(rank)]
     return Partition(optimizer, inner, plan, rank, group, everyone, owned, replica)
 

@@ -135,13 +135,15 @@ class SliceUpdate:
             for bucket in loaded:
                 bucket.store_masters()
 
-    def _update_momenta(self, by_group: dict[int, list[torch.nn.Parameter]]) -> list[torch.Tensor]:
+    def _update_momenta(self, by_group: dict[int, list[torch.nn.Parameter]]) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Call `Muon.update_momenta` for the slices of each group, with their state in float32."""
         assert isinstance(self.inner, Muon)
-        groups = self.inner.param_groups
+        found = dict[torch.nn.Parameter, torch.Tensor]()
         with self._in_float32(list(itertools.chain(*by_group.values()))):
-            each = [self.inner.update_momenta(locals_, groups[index]) for index, locals_ in by_group.items()]
-        return list(itertools.chain(*each))
+            for index, locals_ in by_group.items():
+                momenta = self.inner.update_momenta(locals_, self.inner.param_groups[index])
+                found.update(zip(locals_, momenta, strict=True))
+        return found
 
     @contextmanager
     def _in_float32(self, locals_: list[torch.nn.Parameter]) -> Iterator[None]:

@@ -230,7 +230,7 @@ CONSTRUCTION = {  # ValueError
     r"norm_type=.* must be positive": [
         lambda wrong=wrong: wrap(net())[1].clip_grad_norm_(1.0, wrong) for wrong in (0.0, -1.0, torch.nan)
     ],
-    "is not the same rank on all ranks": [lambda: wrap(net())[1].consolidate_state_dict(dist.get_rank())],
+    "name one rank on all ranks": [lambda: wrap(net())[1].consolidate_state_dict(dist.get_rank())],
     "this state dict has no state": [lambda: wrap(net())[1].load_state_dict(None)],
     # -- what is wrapped
     " on rank 0 .*; build the same model on all ranks": [wrapped(change, rank=1) for change in DIFFERS],

@@ -73,7 +73,7 @@ def state_dicts(to, **kwargs):
             scheduler.step()
         refused(RuntimeError, NAMES, optimizer.state_dict)
     optimizer.state["seen"], plain.state["seen"] = 3, 3  # which callers may keep there
-    refused(ValueError, "to=9 is not the same rank on all ranks, one of 0 to", optimizer.consolidate_state_dict, 9)
+    refused(ValueError, "to=9 is not one of the ranks 0 to", optimizer.consolidate_state_dict, 9)
     optimizer.consolidate_state_dict(to)
     if dist.get_rank() == to:
         optimizer.state_dict()["state"].clear()  # is the caller's own

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_structure
 from zero.buckets import OwnedSlice
 from zero.checks import ENTRIES
 from zero.codecs import Encoded
-from zero.host_comm import on_all_ranks, received, send
+from zero.host_comm import check_same_on_all_ranks, cpu_group, gather_objects, on_all_ranks, received, send
 from zero.muon import Muon
 from zero.sharded_state import DividedOptimizer, Partition, hyperparameters, parameters, settled_partition
 from zero.tensors import flattened, is_dense, shaped
@@ -167,16 +167,17 @@ def snapshot(
 
     `group`: of all ranks, will send from main memory. Default: that of the optimizer.
 
-    Raises the errors of `consolidate`, and CheckpointError if the ranks have different models.
+    Raises the errors of `consolidate`, and ValueError if the ranks have different models.
     """
     partition = settled_partition(optimizer)
     replica, receiver = divmod(to, partition.plan.world_size)
     receives = (partition.replica, partition.rank) == (replica, receiver)
     take = partial(parts_of_rank, partition, model, with_state, receives)
     weights, outlines, own = on_all_ranks(take, partition.everyone, CheckpointError)
-    numels = {name: tensor.numel() for name, tensor in outlined(weights).items()}
-    gathered = partition.gather((outlines, [(part.name, part.start, part.numel) for part in own], numels))
-    of_slices, ranges_of_ranks, expected = zip(*gathered, strict=True)
+    shapes = {} if model is None else {name: tuple(param.shape) for name, param in model.named_parameters()}
+    check_same_on_all_ranks(shapes, partition.everyone, "save the same model on all ranks")
+    gathered = gather_objects((outlines, [(part.name, part.start, part.numel) for part in own]), partition.process_group)
+    of_slices, ranges_of_ranks = zip(*gathered, strict=True)
 
     def make() -> Snapshot:
         state = {"state": _merged(partition, of_slices), "param_groups": _copied(packed_groups(optimizer))}
@@ -185,9 +186,8 @@ def snapshot(
         whole = {**weights, "optimizer": state} if with_state else weights
         tensors, ranked = outlined(whole), zip(partition.ranks, ranges_of_ranks, strict=True)
         sources = sorted((*range_, rank) for rank, ranges in ranked for range_ in ranges)
-        _check_complete(sources, {name: tensors[name].numel() for name in tensors.keys() - numels} | expected[receiver])
         in_order = [(tensors[name], numel, rank) for name, _, numel, rank in sources if receives]
-        groups = (group, group) if group is not None else (partition.cpu_group, partition.everyone)
+        groups = (group, group) if group is not None else (cpu_group(partition.process_group), partition.everyone)
         return Snapshot(whole if receives else None, own, in_order, partition.ranks[receiver], *groups)
 
     return on_all_ranks(make, partition.everyone, CheckpointError)
@@ -319,17 +319,6 @@ def _weights(partition: Partition, model: torch.nn.Module, receives: bool, own: 
         if (key := id(owned.param)) in names:
             own.append(Part(names[key], owned.start, owned.local.numel(), dtypes[key], owned.read))
     return {name: outlines[id(tensor)] for name, tensor in held.items()}
-
-
-def _check_complete(sources: list[tuple[str, int, int, int]], expected: dict[str, int]) -> None:
-    """Raise CheckpointError if the parts, of which there are names, starts, numels and ranks, are not what is expected."""
-    held: Counter[str] = Counter()
-    for name, _, numel, _ in sources:
-        held[name] += numel
-    for name in expected | held:
-        if held[name] != expected.get(name, 0):
-            sizes = f"{expected.get(name, 0)} elements on rank 0, but the ranks hold {held[name]}"
-            raise CheckpointError(f"{name} has {sizes}; save the same model on all ranks")
 
 
 def _check_groups(saved_groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:

@@ -14,8 +14,8 @@ from zero.muon.matrices import Part, matrix_plan, stacked
 from zero.muon.muon import Muon, is_skipped, orthogonalized
 from zero.stopwatch import region
 
-# of slices by group of the inner optimizer, see `Muon.update_momenta`
-UpdateMomenta = Callable[[dict[int, list[torch.nn.Parameter]]], list[torch.Tensor]]
+# of slices by group of the inner optimizer: what `Muon.update_momenta` returns, by slice
+UpdateMomenta = Callable[[dict[int, list[torch.nn.Parameter]]], dict[torch.nn.Parameter, torch.Tensor]]
 
 
 class Round(NamedTuple):
@@ -133,9 +133,7 @@ class MatrixExchange:
             by_group: dict[int, dict[torch.nn.Parameter, None]] = {}
             for owned in slices:
                 by_group.setdefault(self._specs[owned.number].group, {})[owned.local] = None
-            in_order = list(itertools.chain(*by_group.values()))
-            momenta = update_momenta({index: list(locals_) for index, locals_ in by_group.items()})
-            values = dict(zip(in_order, momenta, strict=True))
+            values = update_momenta({index: list(locals_) for index, locals_ in by_group.items()})
             outgoing = torch.empty(sum(round_.sent_numels), dtype=self.inner.matrix_dtype, device=round_.device)
             pieces = []
             for part, owned in zip(round_.sent, slices, strict=True):

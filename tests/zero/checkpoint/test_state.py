@@ -99,10 +99,8 @@ def models_that_differ():
     optimizer = divide(module, torch.optim.AdamW, param_dtype="bfloat16")
     passed = module if dist.get_rank() == 0 else torch.nn.Sequential(module)
     for save in (ckpt.model_state_dict, everything):
-        with pytest.raises(ckpt.CheckpointError) as error:
+        with pytest.raises(ValueError, match=r"weight is (absent|\(8, 8\)), on rank 0 .*; save the same model on all ranks"):
             save(passed, optimizer)
-        message = "model.weight has 64 elements on rank 0, but the ranks hold 32; save the same model on all ranks"
-        assert str(error.value) == message
 
 
 SHAPES = ((17,), (), (1,), (1, 1), (4, 5))  # on two ranks, rank 0 has the last element of the first, rank 1 the others

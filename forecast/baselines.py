@@ -6,7 +6,7 @@ They do not run without process groups. `forecast.dry_run` predicts `zero`.
 from typing import get_args
 
 from distributed.machine import allocated
-from forecast.prediction import Moment, Point, Prediction, arriving
+from forecast.prediction import Moment, Point, Prediction, arriving, gradient_bytes
 from zero.layout import Plan
 from zero.muon.matrices import iteration_flops, stacked
 
@@ -18,7 +18,7 @@ def sent_by_data_parallel(plan: Plan, world_size: int) -> dict[str, int]:
 
     An all-reduce counts as a ring, 2 (N - 1) / N of its bytes, a broadcast as the mean over the ranks, (N - 1) / N.
     """
-    one_way = _nbytes(plan) * (world_size - 1) // world_size
+    one_way = gradient_bytes(plan)[0] * (world_size - 1) // world_size
     return {"all-reduce": 2 * one_way} | ({"broadcast": one_way} if plan.world_size > 1 else {})
 
 
@@ -35,11 +35,9 @@ def replicated(
         state: bytes of optimizer state of this rank.
         distributed, in_place, on_cpu: see `forecast.run_memory.predicted`.
     """
-    gradients = _nbytes(plan)
+    gradients, last_gradient = gradient_bytes(plan)
     rounding = 1.0 if on_cpu else sum(allocated(spec.numel * spec.dtype.itemsize) for spec in plan.params) / gradients
     each = round(rounding * gradients)  # all weights or gradients, if each is a tensor of its own
-    last = min(plan.params, key=lambda spec: spec.position)
-    last_gradient = last.numel * last.dtype.itemsize
     buckets = each if distributed else 0  # hold whole tensors, and are rounded about as much
     outside = each if distributed and micro_steps > 1 and not in_place else 0
     held, summed = each + round(rounding * state) + buckets, micro_steps - bool(outside)  # of gradients added up in one place
@@ -67,11 +65,6 @@ def replicated(
         newton_schulz=sum(spec.matrices * iteration_flops(stacked(spec.shape, spec.matrices)) for spec in matrices),
         matrix_rounds=1 if matrices else 0,
     )
-
-
-def _nbytes(plan: Plan) -> int:
-    """Return the bytes of the parameters, and of their gradients."""
-    return sum(spec.numel * spec.dtype.itemsize for spec in plan.params)
 
 
 def _beside_all(held: int, at_the_end: int | None = None) -> list[Moment]:

@@ -112,20 +112,15 @@ class Prediction:
         if moment.beside != "layers":
             return getattr(activations, moment.beside, 0)
         # layers free their activations at the same rate; the last phase begins with the gradients of the first layer
-        until = self.full_gradients - self.last_gradient - activations.first_layer_gradients
+        gradients, last_gradient = self.gradients
+        until = gradients - last_gradient - activations.first_layer_gradients
         freed = max(0, activations.layers - activations.embedding) * min(1.0, moment.arrived / max(1, until))
         return activations.layers - int(freed)
 
     @cached_property
-    def full_gradients(self) -> int:
-        """Bytes of the gradients of all parameters."""
-        return sum(spec.numel * (self.plan.param_dtype or spec.dtype).itemsize for spec in self.plan.params)
-
-    @cached_property
-    def last_gradient(self) -> int:
-        """Bytes of the gradient that arrives last: that of the parameter that is registered first, the embedding."""
-        spec = min(self.plan.params, key=lambda spec: spec.position)
-        return spec.numel * (self.plan.param_dtype or spec.dtype).itemsize
+    def gradients(self) -> tuple[int, int]:
+        """See `gradient_bytes`."""
+        return gradient_bytes(self.plan)
 
     @property
     def exposed_share(self) -> float:
@@ -133,12 +128,20 @@ class Prediction:
 
         The gradient of the parameter that is registered first, the embedding, arrives last, and forward reads it first.
         """
-        return min(1.0, max(self.least_exposed, self.last_gradient / self.full_gradients))
+        gradients, last_gradient = self.gradients
+        return min(1.0, max(self.least_exposed, last_gradient / gradients))
 
     @property
     def exposed_weights(self) -> float:
         """The same part of the weights, some of which may have fewer bytes than their gradients."""
-        return min(1.0, max(self.least_exposed, self.last_gradient / self.points["after wrapping"]["parameters"]))
+        return min(1.0, max(self.least_exposed, self.gradients[1] / self.points["after wrapping"]["parameters"]))
+
+
+def gradient_bytes(plan: Plan) -> tuple[int, int]:
+    """Return the bytes of all gradients, and of the last one: of the parameter that is registered first, the embedding."""
+    in_order = sorted(plan.params, key=lambda spec: spec.position)
+    each = [spec.numel * (plan.param_dtype or spec.dtype).itemsize for spec in in_order]
+    return sum(each), each[0]
 
 
 def arriving(plan: Plan, rank: int) -> int:

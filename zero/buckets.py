@@ -146,11 +146,6 @@ class Placement:
     versions: dict[torch.nn.Parameter, int] = field(default_factory=dict)
 
     @property
-    def params(self) -> list[torch.nn.Parameter]:
-        """The parameters in the flat buffers, in their order there."""
-        return list(self.number_of)
-
-    @property
     def owned(self) -> list[OwnedSlice]:
         """The slices of this rank, bucket by bucket."""
         return [owned for bucket in self.buckets for owned in bucket.owned]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from zero.host_comm import TAG, timeout_of
 from zero.options import Options
 from zero.stopwatch import Stopwatch, mark
-from zero.tensors import is_in_main_memory, pieces
+from zero.tensors import MAIN_MEMORY, pieces
 
 # torch 2.13 renamed these two functions; torch 2.11 has only the old names
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -121,7 +121,7 @@ class Communicator:
 
     def is_on_cpu(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is sent as between CPUs. Tests override this, so that gloo sends as between GPUs."""
-        return is_in_main_memory(tensor)
+        return tensor.device.type in MAIN_MEMORY
 
     @property
     def is_alone(self) -> bool:

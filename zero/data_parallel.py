@@ -76,14 +76,15 @@ class ShardedDataParallel(nn.Module):
         self._placed.names.update({param: name for name, param in module.named_parameters()})
         if (dtype := self._placed.plan.param_dtype) is not None:
             self._cast_unsharded(dtype)
-        self._broadcast_unsharded()
+        state = (*module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ()))
+        self._broadcast((name, tensor) for name, tensor in state if tensor not in self._placed.number_of)
         self.reducer = optimizer.source = Reducer(self, self._placed, reuse=type(optimizer.inner) in KNOWN)
         overlaps = units and not optimizer.comm.is_alone
         if self._placed.plan.has_masters or overlaps:
             for part in module.modules():
                 part.register_state_dict_pre_hook(_Hook(lambda *_: optimizer.synchronize()))
                 part.register_load_state_dict_pre_hook(_Hook(self._before_loading))
-                part.register_load_state_dict_post_hook(_Hook(self._after_loading))
+                part.register_load_state_dict_post_hook(_Hook(lambda of, _: self._placed.expect_versions(self._loaded.pop(of))))
         if overlaps:
             self._install_waits(units)
 
@@ -116,11 +117,6 @@ class ShardedDataParallel(nn.Module):
         for part in self.module.modules():
             if isinstance(part, nn.modules.batchnorm._BatchNorm):
                 part.to(dtype)
-
-    def _broadcast_unsharded(self) -> None:
-        """Broadcast rank 0's frozen parameters and, with `broadcast_buffers`, its buffers to all ranks."""
-        named = (*self.module.named_parameters(), *(self.module.named_buffers() if self.broadcast_buffers else ()))
-        self._broadcast((name, tensor) for name, tensor in named if tensor not in self._placed.number_of)
 
     def _install_waits(self, units: list[nn.Module]) -> None:
         """Let the model wait for the parameters outside of its units, and each unit and compiled module for its own."""
@@ -197,9 +193,6 @@ class ShardedDataParallel(nn.Module):
                 self.optimizer.set_parameter(param, value.view(param.shape))
                 self._loaded[module].append(param)
                 state_dict[prefix + name] = param.detach()  # as it was rounded; torch has made its own copy of the dict
-
-    def _after_loading(self, module: nn.Module, _: Any) -> None:
-        self._placed.expect_versions(self._loaded.pop(module))
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:

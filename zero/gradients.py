@@ -54,37 +54,30 @@ class ParameterGradients(GradientSource):
 
     def __init__(self, placed: Placement) -> None:
         self._placed = placed
-        self._compared = 0  # steps whose gradients were compared between the ranks
+        self._checked = 0  # steps
 
     def check(self) -> None:
         """Refuse narrow sums, sparse gradients, gradients on some ranks only, and in the first steps norms that differ."""
-        comm, params = self._placed.comm, self._placed.params
+        comm, params = self._placed.comm, self._placed.number_of
         if any(buffer.planned.is_of_autocast for buffer in self._placed.buffers):
             raise RuntimeError("`autocast` needs ShardedDataParallel, which adds up gradients in float32; wrap the model in it")
         if any(param.grad is not None and param.grad.is_sparse for param in params):
             raise RuntimeError(SPARSE)
         if comm.world_size == 1:
             return
-        has_one = extremes([param.grad is not None for param in params], comm.group)  # does not wait for a GPU
-        for param, (least, largest) in zip(params, has_one, strict=True):
-            if least < largest:
-                raise RuntimeError(
-                    f"{name_of(param, self._placed.names)} has a gradient on some ranks only; average the gradients over all "
-                    "ranks, where a rank without one counts as zero, or use ShardedDataParallel"
-                )
-        if self._compared < COMPARED_STEPS:
-            self._compared += 1
-            self._compare([param for param in params if param.grad is not None])
+        self._checked += 1
+        norms = [-1.0 if param.grad is None else self._norm(param.grad) for param in params]
+        remedy = "average the gradients over all ranks before step, where a rank without one counts as zero"
+        for param, (least, largest) in zip(params, extremes(norms, comm.group), strict=True):
+            if largest >= 0 and largest - least > TOLERANCE * largest:
+                its = f"norm {least:.4g} on one rank, {largest:.4g} on another" if least >= 0 else "values on some ranks only"
+                name = name_of(param, self._placed.names)
+                raise RuntimeError(f"the gradient of {name} has {its}; {remedy}, or use ShardedDataParallel")
 
-    def _compare(self, params: list[torch.nn.Parameter]) -> None:
-        """Raise RuntimeError on all ranks if the norm of a gradient differs between them. Waits for a GPU."""
-        norms = [norm.item() for param in params for norm in float32_norms([param.grad])]  # type: ignore[list-item]
-        finite = [norm if math.isfinite(norm) else 0.0 for norm in norms]
-        for param, (least, largest) in zip(params, extremes(finite, self._placed.comm.group), strict=True):
-            if largest - least > TOLERANCE * largest:
-                what = f"the gradient of {name_of(param, self._placed.names)} has norm {least:.4g} on one rank"
-                remedy = "average the gradients over all ranks before step, or use ShardedDataParallel"
-                raise RuntimeError(f"{what} and {largest:.4g} on another; {remedy}")
+    def _norm(self, gradient: torch.Tensor) -> float:
+        """Return the norm in the first steps, for which the host waits, and 0 in later ones."""
+        norm = float32_norms([gradient])[0].item() if self._checked <= COMPARED_STEPS else 0.0
+        return norm if math.isfinite(norm) else 0.0
 
     def begin_collecting(self) -> None:
         """Do nothing: the gradients are there."""
@@ -101,7 +94,7 @@ class ParameterGradients(GradientSource):
             local.grad = own if is_view else own.to(local.dtype)
 
     def with_gradient(self) -> list[torch.nn.Parameter]:
-        return [param for param in self._placed.params if param.grad is not None]
+        return [param for param in self._placed.number_of if param.grad is not None]
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Do nothing: what `collect` converts is `local.grad`, which the optimizer drops."""

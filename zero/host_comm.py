@@ -68,11 +68,6 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return values
 
 
-def on_any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether a flag is set on any rank. Needs to be called on all ranks."""
-    return any(gather_objects(flag, group))
-
-
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Return the value of rank 0. Call it on all ranks; without torch.distributed, there is one."""
     if _is_alone(group) or dist.get_backend(group) == "fake":  # where no rank sends

@@ -237,8 +237,6 @@ def plan(
     `world_size` ranks share the state of `params`. Those that `options` store in another dtype are updated in their own, at
     least float32. `earlier`: existing buffers. Raises ValueError.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size} must be positive")
     param_dtype, has_remainders = options.stored_dtype, options.param_dtype == "bfloat16_remainder"
     kinds: dict[tuple[int, torch.dtype, torch.dtype, torch.device], list[int]] = {}
     nbytes, laid_out = 0, {number for buffer in earlier for number in buffer.layout.numels}

@@ -10,7 +10,7 @@ from zero.autocast import check_autocast
 from zero.buckets import FlatBuffer, OwnedSlice, Placement, allocate
 from zero.checks import KNOWN, check_elementwise, check_groups, check_parameters, check_rounding
 from zero.codecs import codec_of
-from zero.host_comm import check_same_on_all_ranks, on_all_ranks, on_any_rank
+from zero.host_comm import check_same_on_all_ranks, gather_objects, on_all_ranks
 from zero.layout import Plan, parameter_specs, plan
 from zero.muon import Muon
 from zero.muon.exchange import check_matrices
@@ -67,8 +67,9 @@ def have_moved(placed: Placement, groups: Groups) -> bool:
     """Return whether parameters have left their places on any rank, and kept their dtype. Needs to be called on all ranks."""
     check_groups(placed, groups)
     dtypes = placed.moved()
-    is_cast = on_any_rank(any(param.dtype != dtype for param, dtype in dtypes.items()), placed.comm.group)
-    return on_any_rank(bool(dtypes), placed.comm.group) and not is_cast
+    is_cast = any(param.dtype != dtype for param, dtype in dtypes.items())
+    of_ranks = gather_objects((bool(dtypes), is_cast), placed.comm.group)
+    return (True, False) in of_ranks and not any(is_cast for _, is_cast in of_ranks)
 
 
 def _move_in(placed: Placement, buffer: FlatBuffer, number: int, param: torch.nn.Parameter) -> None:

@@ -15,7 +15,7 @@ from zero.buckets import Bucket, Placement
 from zero.checks import check_addition, check_class, check_in_place, checked_norm
 from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms, norm_over_ranks
-from zero.host_comm import meet, on_all_ranks, on_any_rank
+from zero.host_comm import gather_objects, meet, on_all_ranks
 from zero.interface import DividedEntries, DividedState
 from zero.moves import groups_of_slices, have_moved, lay_out
 from zero.options import Options
@@ -97,7 +97,7 @@ class ShardedOptimizer(DividedState):
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
         self.entries = DividedEntries(self)
         self._build()
-        if whole is not None and on_any_rank(bool(whole.state), self.comm.group):
+        if whole is not None and any(gather_objects(bool(whole.state), self.comm.group)):
             self.load_state_dict(whole.state_dict())
 
     def _build(self) -> None:
@@ -110,7 +110,7 @@ class ShardedOptimizer(DividedState):
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             name = type(self.inner).__name__
             raise ValueError(f"{name} registers step hooks on itself, which ShardedOptimizer would not call")
-        self.has_state, self.consolidated = on_any_rank(bool(self.inner.state), self.comm.group), None  # as of Adagrad
+        self.has_state, self.consolidated = any(gather_objects(bool(self.inner.state), self.comm.group)), None  # as of Adagrad
         self._updater = SliceUpdate(self.inner, self.placed)
         self.source = ParameterGradients(self.placed)
         for name in {"train", "eval"} & {*dir(self.inner)}:  # of schedule-free classes
@@ -283,8 +283,8 @@ def _call_inner(optimizer: ShardedOptimizer, name: str) -> None:
     _copy_hyperparameters(optimizer.param_groups, optimizer.inner.param_groups)
     wrote = optimizer._updater.let_write(getattr(optimizer.inner, name))
     _copy_hyperparameters(optimizer.inner.param_groups, optimizer.param_groups)
-    if on_any_rank(wrote, optimizer.comm.group):
-        with optimizer._writing(optimizer.placed.params):
+    if any(gather_objects(wrote, optimizer.comm.group)):
+        with optimizer._writing(list(optimizer.placed.number_of)):
             optimizer._all_gather(optimizer.placed.buckets)
 
 

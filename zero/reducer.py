@@ -170,7 +170,8 @@ class Reducer(GradientSource):
         for number in self._casts:  # the dtypes of gradients may differ: autograd adds a 16-bit one to a float32 sum
             self.params[number].grad_dtype = None
         # a message in flight must not lose its memory; at the end of the program, the other rank may be gone
-        weakref.finalize(self, _wait_for_reductions, self._gradients).atexit = False
+        for gradients in self._gradients:
+            weakref.finalize(self, gradients.wait).atexit = False
         # not hooks of autograd's nodes, which would keep a gradient in memory while its bucket is sent
         on_gradient = partial(_call_reducer, weakref.ref(self))
         self._hooks = [
@@ -379,11 +380,6 @@ class Reducer(GradientSource):
             gradients.drop(self._reuse)
         self._used.clear()
         self.in_backward = False
-
-
-def _wait_for_reductions(of_buckets: list[BucketGradients]) -> None:
-    for gradients in of_buckets:
-        gradients.wait()
 
 
 def check_not_wrapped(module: nn.Module) -> None:

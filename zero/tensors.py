@@ -34,18 +34,13 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(like.shape, like.stride())
 
 
-def is_in_main_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lies in main memory, or stands for one that does."""
-    return tensor.device.type in MAIN_MEMORY
-
-
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield tensors of equal length part by part.
 
     On a CPU, intermediate results then fit into its cache. On a GPU they need little memory, but more time than a launch;
     both moments of a shard of 5M elements, as of a bucket of GPT-2 XL on 8 ranks, are one piece.
     """
-    length = (2**17 if is_in_main_memory(tensors[0]) else 10 * 2**20) // max(1, tensors[0].shape[1:].numel())
+    length = (2**17 if tensors[0].device.type in MAIN_MEMORY else 10 * 2**20) // max(1, tensors[0].shape[1:].numel())
     if len(tensors[0]) <= length:
         return iter((tensors,))
     parts = zip(*(tensor.split(length) for tensor in tensors), strict=True)

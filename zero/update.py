@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero.buckets import Bucket, OwnedSlice, Placement
+from zero.buckets import Bucket, Placement
 from zero.checks import KNOWN, check_rounding, rounded_state
 from zero.codecs import CodedState, codec_of
 from zero.gradients import float32_norms
@@ -38,13 +38,14 @@ class SliceUpdate:
     def prepare(self) -> None:
         """Prepare for all buckets, of which some are new."""
         self.exchange = MatrixExchange(self.placed, self.inner) if isinstance(self.inner, Muon) else None
+        self._round_of = {} if self.exchange is None else self.exchange.round_of
         if self.codec is None:
             return
         names = rounded_state(type(self.inner))
         together: dict[tuple[int | None, int | None], list[torch.nn.Parameter]] = {}  # by bucket, or round of matrices
         for bucket in self.buckets:
             for owned in bucket.owned:
-                round_ = self._round_of(owned)
+                round_ = self._round_of.get(owned.number)
                 if owned.local not in self._coded:
                     together.setdefault((bucket.number if round_ is None else None, round_), []).append(owned.local)
         for slices in together.values():
@@ -110,7 +111,7 @@ class SliceUpdate:
                 locals_ = [local for bucket in buckets for local in bucket.local_by_group.get(index, [])]
                 group["params"] = [] if self.exchange is not None and group.get("matrices") else locals_
         slices = [owned for bucket in buckets for owned in bucket.owned if owned.local.grad is not None]
-        by_element = [owned.local for owned in slices if self._round_of(owned) is None]
+        by_element = [owned.local for owned in slices if owned.number not in self._round_of]
         try:
             with self._loaded(buckets, by_element):
                 if self.exchange is not None:
@@ -164,9 +165,6 @@ class SliceUpdate:
                 local.grad = gradient
             for state in coded:
                 state.encode()
-
-    def _round_of(self, owned: OwnedSlice) -> int | None:
-        return None if self.exchange is None else self.exchange.round_of(owned)
 
     def _encode_loaded(self, _: torch.optim.Optimizer) -> None:
         for state in dict.fromkeys(self._coded.values()):

@@ -190,7 +190,7 @@ def test_activations_have_their_last_peak_from_the_first_layer_on():
     specs = gpt_specs(SIZES)
     first_layer = sum(4 * param.numel() for param in GPT(SIZES).transformer.h[0].parameters())
     one = predicted(specs, Flags(bucket_mb=0.1), planned_optimizer(None), world_size=2)
-    until = one.full_gradients - one.last_gradient - first_layer
+    until = one.gradients[0] - one.gradients[1] - first_layer
     late = replace(one, moments=[Moment(0, "layers", until)])
     for gradients, is_over in ((first_layer, True), (0, False)):
         activations = Activations(layers=9, embedding=5, first_layer_gradients=gradients)

@@ -269,7 +269,7 @@ USE = {  # RuntimeError
     "modified by an inplace operation": [partial(a_second_backward_after_the_step, is_wrapped) for is_wrapped in (True, False)],
     "sparse=False": [partial(a_sparse_gradient, is_wrapped) for is_wrapped in (True, False)],
     "on some ranks only": [partial(a_gradient_on_one_rank, SGD), partial(a_gradient_on_one_rank, Muon, matrices=1)],
-    r"the gradient of a parameter of shape .* on one rank and .*average the gradients": [
+    r"the gradient of a parameter of shape .* on one rank, .*average the gradients": [
         partial(gradients_that_nobody_averaged, 0),
         partial(gradients_that_nobody_averaged, 1),
         a_gradient_that_is_not_finite_on_one_rank,

@@ -46,7 +46,7 @@ class MatrixExchange:
         for part in itertools.chain(*(matrix.parts for matrix in self.matrices)):
             if part.rank == self.comm.shard_rank:
                 self._slice_of[part] = buckets[part.bucket].owned[bisect_right(offsets[part.bucket], part.offset) - 1]
-        self._round_of = {matrix.param: matrix.round for matrix in self.matrices}
+        self.round_of = {matrix.param: matrix.round for matrix in self.matrices}  # of each parameter with matrices
         self._used: set[int] = set()  # numbers of the parameters with matrices that this step updates
         self._rounds: list[Round] = []  # of their matrices
         self._needed: dict[int, int] = {}  # how many stages must have ended before a bucket is updated, by its number
@@ -60,7 +60,7 @@ class MatrixExchange:
 
         `update_momenta`: returns what to send of the slices of a round.
         """
-        used = {number for number in map(self._number_of.__getitem__, changed) if number in self._round_of}
+        used = {number for number in map(self._number_of.__getitem__, changed) if number in self.round_of}
         if used and is_skipped(self.inner):
             used = set()
         if used != self._used:
@@ -92,10 +92,6 @@ class MatrixExchange:
         for index, directions in by_group.items():
             group, of_slices = self.inner.param_groups[index], [shapes[local] for local in directions]
             self.inner.add_directions(list(directions), group, list(directions.values()), of_slices)
-
-    def round_of(self, owned: OwnedSlice) -> int | None:
-        """Return the number of the round of a slice in the plan; None: its parameter does not consist of matrices."""
-        return self._round_of.get(owned.number)
 
     def _use(self, used: set[int]) -> None:
         """Make the rounds that exchange some parameters."""

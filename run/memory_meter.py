@@ -12,13 +12,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.launch import launched
 from distributed.ranks import print0
-from forecast.dry_run import state_bytes, state_of_ranks
 from forecast.prediction import Activations, Optimizer, Prediction, Workload
 from forecast.run_memory import planned_optimizer, predicted, predicted_activations
 from run.logger import Logger
 from run.metrics import POINT_KEYS, Point
 from run.report import size
-from zero.codecs import codec_of, encoded_nbytes
 from zero.flags import Flags
 from zero.held_bytes import held_bytes
 from zero.host_comm import gather_objects, is_rank_0
@@ -118,7 +116,9 @@ class Memory:
         peak, parts = self.prediction.peak, {"activations": self.prediction.activations.saved, **self.predicted}
         held = _parts({**parts, "temporary tensors": max(0, peak - sum(parts.values()))})
         on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
-        print0(f"predicted memory: {size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
+        name, whole = type(partition(self.optimizer).inner).__name__, self.plain["state"]
+        plain = f"; plain {name} would hold {size(whole)} of state on each rank" if whole > parts["state"] else ""
+        print0(f"predicted memory: {size(peak)} at the peak of the fullest rank{on_cpu}; {held}{plain}")
         self.log.log({"iter": iteration, **_logged("predicted", {"peak": peak, **parts}), **_logged("unsharded", self.plain)})
 
     def compare(self, iteration: int) -> None:
@@ -198,30 +198,24 @@ def _optimizer_of(specs: Sequence[ParameterSpec]) -> Optimizer:
 
 
 def describe(optimizer: torch.optim.Optimizer, without_effect: list[str]) -> str:
-    """Return one line for the console: the implementation, its state bytes per rank, and the state bytes without sharding.
+    """Return one line for the console: the implementation, and what it holds in another form than float32.
 
     `without_effect`: what `forecast.modes.without_effect` returned.
     """
     part = partition(optimizer)
-    plan, optimizer_class = part.plan, type(part.inner).__name__
-    of_params = _tried("optimizer state", lambda: state_bytes(plan.params, _optimizer_of(plan.params)))
-    state = state_of_ranks(plan, of_params or [0] * len(plan.params))
-    whole = f"{sum(state) / 1e6:.1f} MB"
+    plan, forms = part.plan, [type(part.inner).__name__]
     idle = f"; without effect on one rank: {', '.join(without_effect)}" if without_effect else ""
     if not isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
-        return f"Using plain {optimizer_class}: {whole} of optimizer state on each rank{idle}"
-    held = encoded_nbytes(codec_of(plan.state_dtype), max(state) // 4)
-    text = f"{held / 1e6:.1f} MB of {optimizer_class} state on the fullest rank"
+        return f"Using plain {forms[0]}{idle}"
     if plan.state_dtype != "float32":
-        text += f" (in {plan.state_dtype} between updates)"
+        forms.append(f"state in {plan.state_dtype} between updates")
     if plan.has_masters:
         kind = "remainders" if any(buffer.has_remainders for buffer in plan.buffers) else "float32 masters"
         weights = {str(buffer.dtype).removeprefix("torch.") for buffer in plan.buffers if buffer.has_masters}
-        which = "Linear weights" if plan.weights == "autocast" else "weights"
-        text += f", plus {held_bytes(optimizer)['master'] / 1e6:.1f} MB of {kind} of the {', '.join(weights)} {which}"
+        forms.append(f"{kind} of the {', '.join(weights)} {'Linear weights' if plan.weights == 'autocast' else 'weights'}")
     name, count = ("sharded", optimizer.comm.replicas) if isinstance(optimizer, ShardedOptimizer) else ("torch", 1)
     how = f"{type(optimizer).__name__} on one rank"
-    if len(state) * count > 1:
-        ranks = f"{len(state)} rank{'s' if len(state) > 1 else ''}{f' in each of {count} groups' if count > 1 else ''}"
+    if plan.world_size * count > 1:
+        ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}{f' in each of {count} groups' if count > 1 else ''}"
         how = f"ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over {ranks}"
-    return f"Using {how}, {text}; plain {optimizer_class} would hold {whole} on each{idle}"
+    return f"Using {how}: {', '.join(forms)}{idle}"

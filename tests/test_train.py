@@ -43,10 +43,10 @@ def test_two_ranks_give_the_same_weights_bit_for_bit(runs):
 def test_the_console_says_what_runs(runs):
     for name in ("sharded", "torch"):
         assert f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}'" in runs[f"{name} unclipped"].printed
-    assert "(ShardedOptimizer) over 1 rank in each of 2 groups, " in runs["hybrid unclipped"].printed
+    assert "(ShardedOptimizer) over 1 rank in each of 2 groups: " in runs["hybrid unclipped"].printed
     idle = "; without effect on one rank: use_zero1=True"
-    assert re.search(rf"^Using plain AdamW: .*{idle}$", runs["one"].printed, re.M)
-    assert re.search(r"^Using plain AdamW: .* on each rank$", runs["adamw"].printed, re.M)
+    assert re.search(rf"^Using plain AdamW{idle}$", runs["one"].printed, re.M)
+    assert re.search(r"^Using plain AdamW$", runs["adamw"].printed, re.M)
     for name in runs.HOW:
         _, _, printed, _ = runs[name]
         for iteration, loss in runs[name].losses.items():
@@ -89,7 +89,7 @@ def of_ddp(data, tmp_path_factory):
     """A run under DistributedDataParallel, whose every rank has the whole state: its losses, and its checkpoint."""
     out = tmp_path_factory.mktemp("ddp")
     losses, _, printed = train(out, data, *MUON, "--use_zero1=False", ranks=2)
-    assert "Using plain Muon: " in printed
+    assert "Using plain Muon\n" in printed
     return losses, torch_load(out)
 
 
@@ -100,7 +100,7 @@ def of_ddp(data, tmp_path_factory):
 def test_two_ranks_with_muon_give_the_same_weights_bit_for_bit(data, tmp_path, of_ddp, flag, printed):
     losses, _, output = train(tmp_path, data, *MUON, flag, ranks=2)
     assert printed in output
-    assert "MB of Muon state on the fullest rank; plain Muon would hold" in output
+    assert "; plain Muon would hold " in output
     assert "WARNING" not in output
     checkpoint = torch_load(tmp_path)
     assert losses[11] < losses[0] - 0.3

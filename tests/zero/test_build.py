@@ -87,7 +87,6 @@ def test_automatic_buckets_follow_the_bytes_of_the_trainable_parameters():
         (buffer,) = plan(specs, 2, Options(param_dtype=param_dtype)).buffers
         sizes = [len(bucket) * buffer.dtype.itemsize / 1e6 for bucket in buffer.layout.buckets]
         assert sizes == pytest.approx([megabytes] * 3, rel=1e-4)
-    refused(ValueError, "world", plan, specs, 0)
 
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
@@ -164,11 +163,10 @@ def the_flags_choose_the_classes():
         line = describe(optimizer, without_effect(MODES[mode], dist.get_world_size()))
         assert names == CLASSES[mode if dist.get_world_size() > 1 else "adamw"]
         if mode == "adamw" or dist.get_world_size() == 1:
-            assert line.startswith("Using plain AdamW: 0.0 MB of optimizer state on each rank")
+            assert line.startswith("Using plain AdamW")
         else:
             name = "torch" if mode == "torch" else "sharded"
-            assert line.startswith(f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({names[1]}) over 2 ranks, ")
-            assert line.endswith("; plain AdamW would hold 0.0 MB on each")
+            assert line == f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({names[1]}) over 2 ranks: AdamW"
 
 
 def flags_that_do_not_go_together():

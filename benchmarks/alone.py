@@ -7,6 +7,7 @@ Without DistributedDataParallel, of which PyTorch's compiler cuts the graphs, so
 
 import runpy
 import sys
+from typing import Literal
 from unittest import mock
 
 from distributed.signals import Action
@@ -14,10 +15,19 @@ from run.checkpoints import Checkpoints
 from zero.flags import Flags
 
 
+class ShardedOnOneRank(Flags):
+    """Flags that choose the sharded implementation on one rank as well, which train.py does not do."""
+
+    def implementation(self, world_size: int) -> Literal["adamw", "torch", "sharded"]:
+        return "sharded" if self.is_sharded else super().implementation(world_size)
+
+    def stores_as_autocast(self, world_size: int) -> bool:
+        return self.param_dtype == "auto"
+
+
 def shard_alone() -> None:
-    """From now on, in this process, which has one rank, `use_zero1` chooses the sharded optimizer, as on several ranks."""
-    mock.patch.object(Flags, "implementation", lambda flags, _: "sharded" if flags.use_zero1 else "adamw").start()
-    mock.patch.object(Flags, "stores_as_autocast", lambda flags, _: flags.param_dtype == "auto").start()
+    """From now on, in this process, which has one rank, train.py has these flags."""
+    mock.patch.object(Flags, "of", ShardedOnOneRank.of).start()
 
 
 if __name__ == "__main__":

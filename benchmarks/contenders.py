@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.alone import ShardedOnOneRank
 from distributed import machine
 from forecast.modes import Mode
 from forecast.prediction import Prediction, Workload
@@ -23,16 +24,6 @@ from zero.flags import Flags
 from zero.options import BucketMB
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
-
-
-class ShardedOnOneRank(Flags):
-    """Flags that choose the sharded implementation on one rank as well, which train.py does not do."""
-
-    def implementation(self, world_size: int) -> Literal["adamw", "torch", "sharded"]:
-        return "sharded" if self.is_sharded else super().implementation(world_size)
-
-    def stores_as_autocast(self, world_size: int) -> bool:
-        return self.param_dtype == "auto"
 
 
 @dataclass(frozen=True)

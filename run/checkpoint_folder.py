@@ -93,6 +93,11 @@ def find(folder: str, best: bool = False) -> tuple[str, str | None]:
     raise CheckpointError("; ".join(warnings))
 
 
+def exists(folder: str) -> bool:
+    """Return whether a folder has a checkpoint to resume from."""
+    return any(os.path.exists(os.path.join(folder, name)) for name in NEWEST)
+
+
 def _is_best(path: str) -> bool:
     with suppress(CheckpointError):
         return load(path).get("is_best", False)

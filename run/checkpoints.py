@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 import torch
@@ -76,7 +77,7 @@ def load_weights(folder: str, data: Dataset) -> dict[str, Any] | None:
 
     Raises ValueError as `load_newest`, or if the dataset has another vocabulary.
     """
-    if not on_rank_0(lambda: any(os.path.exists(os.path.join(folder, name)) for name in checkpoint_folder.NEWEST)):
+    if not on_rank_0(partial(checkpoint_folder.exists, folder)):
         return None
     checkpoint = load_newest(folder)
     check_vocabulary(checkpoint, data.name, data.meta)
@@ -114,7 +115,7 @@ class Checkpoints:
         'auto', also if only another rank sees a checkpoint, in a folder of its own: a restart may put rank 0 on another host.
         """
         if init_from == "auto":
-            seen = gather_objects(self.exist())  # by rank
+            seen = gather_objects(checkpoint_folder.exists(self.folder))  # by rank
             if any(seen) and not seen[0]:
                 raise ValueError(
                     f"init_from=auto: rank {seen.index(True)} has a checkpoint in out_dir, but rank 0 has none; use an out_dir "
@@ -191,14 +192,10 @@ class Checkpoints:
         """Print on stderr which checkpoint a failed run leaves in the folder. Only rank 0 prints."""
         if not is_rank_0():
             return
-        if diverged and self.exist():
+        if diverged and checkpoint_folder.exists(self.folder):
             print("the checkpoint is unchanged; --init_from=resume goes on from there", flush=True, file=sys.stderr)
         if self.error is not None:
             print(f"the run ends without its last checkpoint, which was not written: {self.error}", flush=True, file=sys.stderr)
-
-    def exist(self) -> bool:
-        """Return whether the folder has a checkpoint to resume from."""
-        return any(os.path.exists(os.path.join(self.folder, name)) for name in checkpoint_folder.NEWEST)
 
     def _check_writable(self) -> None:
         """Check, before the model is made, that files may be written where `claim` will make the folder."""

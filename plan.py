@@ -295,7 +295,7 @@ def host_memory(planner: Planner, rows: list[dict[str, Any]]) -> str:
         most = ranks * max(max(row["peak"], row["saving"]) for row in chosen) * CPU_RESIDENT / 1e9
         return f"main memory of a machine with {ranks} of the ranks: at most {most:.3g} GB, and 0.4 GB for Python in each rank"
     copied = max(row["saving_on_cpu"] for row in chosen) / 1e9
-    copies = f", {ranks} x {copied:.3g} GB for copies of what is saved" if copied else ""
+    copies = f", at most {ranks} x {copied:.3g} GB for copies of what is saved" if copied else ""
     text = f"main memory of the first machine: {4 * planner.numel / 1e9:.3g} GB for the model that rank 0 makes{copies}"
     return f"{text}; and what Python and CUDA take in each rank"
 

@@ -6,11 +6,10 @@ import signal
 import threading
 import time
 
-import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from zero.host_comm import LONG_TIMEOUT
+from zero.host_comm import LONG_TIMEOUT, extremes
 
 _SAME_KEYSTROKE_S = 1.0  # a launcher may forward a Ctrl-C that the terminal has also sent to this process
 
@@ -57,10 +56,9 @@ class Signals:
     def agree(self, action: Action = Action.CONTINUE) -> Action:
         """Return the largest of `action` of every rank and the signals to every rank. Needs to be called on all ranks."""
         with self._lock:
-            decision, self._action = torch.tensor(int(max(action, self._action))), Action.CONTINUE
-        if self._group is not None:
-            dist.all_reduce(decision, op=dist.ReduceOp.MAX, group=self._group)
-        return Action(int(decision.item()))
+            own, self._action = max(action, self._action), Action.CONTINUE
+        ((_, largest),) = extremes([own], self._group)
+        return Action(int(largest))
 
     def _listen(self) -> None:
         interrupted = None  # time of the first SIGINT, in seconds

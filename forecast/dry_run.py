@@ -84,7 +84,7 @@ class _Model(nn.Module):
 
 
 class _Backward(torch.autograd.Function):
-    """Its backward calls `backward`, which makes all gradients arrive but that of the first parameter, which it returns."""
+    """Its backward calls `backward`, which delivers every gradient but that of the first parameter, and returns that one."""
 
     @staticmethod
     def forward(ctx: Any, first: nn.Parameter, backward: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -172,7 +172,7 @@ class _Rank:
         return torch.empty_like(first)
 
     def _note(self, beside: str, freed: int = 0) -> None:
-        """Note the peak since the last call, unless an earlier moment with these activations has more. `freed`: since then."""
+        """Note the peak since the last call, unless the last moment has more and the same activations. `freed`: since then."""
         held = self.live.peak - freed
         if self.live.peak > self._before:
             buckets = self.optimizer.source.held_bytes()["buckets"] - self.optimizer.comm.pool.nbytes

@@ -58,7 +58,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one rank holds and sends, by default of those that share the state the one with the most of it."""
+    """What one rank holds and sends, by default the one with the most optimizer state."""
 
     plan: Plan
     rank: int  # of the plan. A plan without sharding has only rank 0

@@ -58,7 +58,7 @@ class CheckpointWriter:
         checkpoint = {**state.outline, **values} if state.outline is not None else None
         params = {f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
         stream = partial(self._stream, checkpoint, state, params, time.perf_counter() - begin)
-        # all ranks wait for its end there, and not in the collectives of the run, for as long as rank 0 writes
+        # while rank 0 writes, the others wait in `on_all_ranks`, in a group with a long timeout, not in a collective of the run
         if self.background:
             self._pending = self._thread.submit(on_all_ranks, stream, self._group)
         else:

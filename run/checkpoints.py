@@ -111,7 +111,7 @@ class Checkpoints:
         See `zero.checkpoint.load_on_all_ranks`. This is for 'resume', and for 'auto' if rank 0 sees a checkpoint. Anything else
         begins a new run, and returns None.
 
-        Raises ValueError if there is no checkpoint, a rank cannot read it, another run writes to the folder, or nobody can. For
+        Raises ValueError if there is no checkpoint, a rank cannot read it, or the folder is in use or not writable. For
         'auto', also if only another rank sees a checkpoint, in a folder of its own: a restart may put rank 0 on another host.
         """
         if init_from == "auto":

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from distributed.launch import launched
 from distributed.ranks import all_reduce, print0
 from zero import ShardedGradScaler
 from zero.host_comm import gather_objects, is_rank_0
@@ -38,7 +38,7 @@ class Reading:
         if isinstance(self._arrived, torch.cuda.Event):
             self._arrived.synchronize()
         total, *others = self._values.tolist()
-        return Figures(total / (dist.get_world_size() if dist.is_initialized() else 1), *others)
+        return Figures(total / launched().world_size, *others)
 
 
 class Guard:

@@ -169,7 +169,7 @@ class Run:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """End this rank, and so all, with one line if a token file has become unreadable. Other ranks may be elsewhere."""
+        """End this rank, and so all, with one line if a token file has become unreadable. Others may be at another line."""
         try:
             yield
         except DataError as error:
@@ -182,7 +182,7 @@ class Run:
         if self._unread is None:
             return
         ended, self._unread = self._unread, None
-        ended.figures.read()  # waits while the stopwatches still hold the events that `awaited_collective` queries
+        ended.figures.read()  # before the stopwatches: with their events, the watchdog names a collective that hangs
         if ended.lap is not None and self.launch.rank == 0:
             self.meter.log_iteration(ended)
         self.guard.report(ended.number, ended.figures)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.profiler import record_function
 
 from distributed import machine
 from distributed.launch import launched
@@ -21,7 +20,7 @@ from run.memory_meter import Memory
 from run.metrics import EXPOSED_KEYS, SENT_KEYS, Point
 from zero.collectives import KINDS
 from zero.host_comm import gather_objects
-from zero.stopwatch import Stopwatch, mark
+from zero.stopwatch import Stopwatch, mark, region
 
 INTERVAL = 10  # iterations; the first logged one of each interval measures what needs a collective, too
 _HOST = torch.device("cpu")
@@ -80,7 +79,7 @@ class Meter:
     def phase(self, name: str) -> Iterator[None]:
         """Measure a phase of an iteration: "forward", "backward", "data", "clip" or "update". A profiler shows its name."""
         device = _HOST if name == "data" else self.device
-        with position.at(name), record_function(name), self._phases.measure(name, device):
+        with position.at(name), region(name), self._phases.measure(name, device):
             yield
 
     def measure_memory(self, point: Point) -> None:
@@ -213,7 +212,7 @@ class Lap(NamedTuple):
     def read(self) -> tuple[defaultdict[str, float], dict[str, float]]:
         """Return the means over the iterations in ms: by phase, and waits by kind. Waits until the device has ended the lap."""
         phases, waits = ({name: ms / self.length for name, ms in of.read_ms().items()} for of in (self.phases, self.waits))
-        return defaultdict(float, phases), {kind: ms for kind, ms in waits.items() if kind in KINDS}
+        return defaultdict(float, phases), waits
 
 
 class Iteration(NamedTuple):

@@ -182,22 +182,22 @@ def allocate(
     data = torch.empty(layout.padded_numel, dtype=planned.dtype, device=planned.device)  # on a CPU, this takes no memory yet
     buffer = FlatBuffer(data, params, planned)
     buckets = []
-    for number, (span, shards) in enumerate(zip(layout.buckets, layout.shards, strict=True), first_bucket):
+    for bucket_number, (span, shards) in enumerate(zip(layout.buckets, layout.shards, strict=True), first_bucket):
         own = shards[rank]
         whole_bucket, shard = data[span.start : span.stop], data[own.start : own.stop]
         masters: Masters | Remainders | None = None
         if planned.has_masters:
             how = planned.update_dtype, planned.is_of_autocast
             masters = Remainders(shard) if planned.has_remainders else Masters(shard, *how)
-        bucket = Bucket(number, whole_bucket, shard, masters, [], {}, layout.placed_in(span), planned.gradient_dtype)
+        bucket = Bucket(bucket_number, whole_bucket, shard, masters, [], {}, layout.placed_in(span), planned.gradient_dtype)
         for padding in torch.split_with_sizes(whole_bucket, bucket.cuts)[::2]:
             padding.zero_()
-        for index, start, stop, offset in layout.placed_in(own):
-            param, local = params[index], bucket.values[offset : offset + stop - start]
+        for number, start, stop, offset in layout.placed_in(own):
+            param, local = params[number], bucket.values[offset : offset + stop - start]
             if param.numel() == 1:  # then any state of it has one shape
                 local = shaped(local, param)
             local = torch.nn.Parameter(local)
             local.grad_dtype = None  # a gradient may be in another dtype until the update
-            bucket.owned.append(OwnedSlice(index, param, start, stop, offset, local, bucket.masters))
+            bucket.owned.append(OwnedSlice(number, param, start, stop, offset, local, bucket.masters))
         buckets.append(bucket)
     return buffer, buckets

@@ -28,8 +28,8 @@ class ShardedDataParallel(nn.Module):
     2. Gradients. Backward divides a gradient by the world size, copies it into its bucket and frees it. A full bucket is
        reduce-scattered at once. Until the next `zero_grad` (of the optimizer, the wrapper or the model), `param.grad` holds a
        placeholder that refuses every operation: clip with `optimizer.clip_grad_norm_`, scale with `ShardedGradScaler`.
-    3. Weights are written by the optimizer, by `optimizer.set_parameter`, and by `load_state_dict` of the model. Any other
-       write counts as well (with units, after `synchronize()`), but not to weights with masters (`param_dtype`, `autocast`):
+    3. Weights are written by the optimizer, by `optimizer.set_parameter`, and by `load_state_dict` of the model. Other writes
+       count as well (with units, after `synchronize()`), except to weights with masters (`param_dtype`, `autocast`): there,
        `step` refuses writes that version counters show; others (`param.data`) are lost, or change a remainder by at most half
        a unit of bfloat16. Who reads or copies such weights gets rounded ones; `zero.checkpoint.model_state_dict` has all bits.
     4. Structure. A model is wrapped once, for its life. Its parameters are not moved, replaced or regrouped, or `step` refuses.

@@ -31,5 +31,5 @@ class ShardedGradScaler(torch.amp.GradScaler):
         scaled = optimizer if is_whole else optimizer.inner
         for found in super()._unscale_grads_(scaled, *args).values():  # empty if this rank owns nothing
             found_inf += found.to(found_inf.device)
-        optimizer.comm.wait("found_inf", optimizer.comm.all_reduce(found_inf, dist.ReduceOp.MAX), found_inf.device)
+        optimizer.comm.wait("all-reduce", optimizer.comm.all_reduce(found_inf, dist.ReduceOp.MAX), found_inf.device)
         return {found_inf.device: found_inf}

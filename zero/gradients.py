@@ -32,7 +32,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def collect(self, bucket: Bucket) -> None:
-        """Give each owned slice of a bucket its mean gradient or None, in `OwnedSlice.local.grad`. Twice is as once."""
+        """Give each owned slice of a bucket its mean gradient or None, in `OwnedSlice.local.grad`. May be called again."""
 
     @abstractmethod
     def with_gradient(self) -> list[torch.nn.Parameter]:

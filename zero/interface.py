@@ -21,7 +21,7 @@ _DIVIDED = "the optimizer state is divided among the ranks"
 class DividedEntries(MutableMapping[Any, Any]):
     """The `state` of a ShardedOptimizer: that of this rank's slices, and what callers keep there under keys of their own.
 
-    What is written to it or to its values counts on this rank, as `clear()` does. Refuses parameters as keys.
+    A write to it or to its values changes the state of this rank only, and so does `clear()`. Refuses parameters as keys.
     """
 
     def __init__(self, optimizer: "DividedState") -> None:

@@ -83,7 +83,8 @@ class BucketGradients:
         if self.reduction is None:
             return
         reduction, self.reduction = self.reduction, None
-        if self.all_reduce is not None:  # an earlier backward of this step: count its sum once in the next all-reduce
+        # of an earlier backward of this step: all replicas hold the sum, and only the first one may bring it into the next
+        if self.all_reduce is not None:
             assert self.shard is not None
             self.wait_for_all_reduce()
             if self.comm.replica > 0:
@@ -153,10 +154,10 @@ class Reducer(GradientSource):
         self.in_backward = False  # whether a backward has begun and not ended, perhaps because it has failed
         self.params = {number: param for param, number in self._placed.number_of.items()}
         self._gradients = [BucketGradients(bucket, self._placed.comm) for bucket in self._placed.buckets]
-        self._places: dict[int, list[tuple[BucketGradients, Slice]]] = {}  # of each parameter
+        self._slices: dict[int, list[tuple[BucketGradients, Slice]]] = {}  # of each parameter
         for gradients in self._gradients:
             for member in gradients.bucket.members:
-                self._places.setdefault(member.number, []).append((gradients, member))
+                self._slices.setdefault(member.number, []).append((gradients, member))
         self._next = 0  # number of the bucket to be reduce-scattered next
         self._lock = threading.Lock()  # hooks of parameters on another device run in another thread
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
@@ -250,7 +251,7 @@ class Reducer(GradientSource):
             raise RuntimeError(SPARSE)
         self._used.add(number)
         gradient = flattened(gradient.detach(), param)  # it requires gradients itself with create_graph=True
-        for gradients, slice_ in self._places[number]:
+        for gradients, slice_ in self._slices[number]:
             if gradients.bucket.number < self._next:
                 name, remedy = name_of(param, self._placed.names), "use checkpoint(..., use_reentrant=False)"
                 why = f"a module in several reentrant checkpoints does that: {remedy}"

@@ -59,6 +59,7 @@ def whole_gradients():
     for param, gradient in zip(params, scaler.scale([torch.ones(40), torch.ones(3)]), strict=True):
         param.grad = gradient
     scaler.unscale_(optimizer)
+    assert optimizer.comm.waits.read_ms().keys() == {"all-reduce"}, "its wait is a part of the exposed communication"
     assert all((param.grad == 1.0).all() for param in params)
     scaler.step(optimizer)
     assert all((param == -1.0).all() for param in params)

@@ -1,4 +1,4 @@
-"""Files that are either complete or absent: atomic replacement, fsync, and one line for each error."""
+"""Files that are replaced as a whole, and one line for each error in one that is read."""
 
 import os
 import re

@@ -26,7 +26,7 @@ class ShardedOnOneRank(Flags):
 
 
 def shard_alone() -> None:
-    """From now on, in this process, which has one rank, train.py has these flags."""
+    """From now on, in this process, which has one rank, `Flags.of` returns these flags, as in train.py."""
     mock.patch.object(Flags, "of", ShardedOnOneRank.of).start()
 
 

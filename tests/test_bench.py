@@ -206,7 +206,7 @@ def trained_late():
             start()
             found.append([])
             for flags in ({}, {"shard_gradients": True}, {"param_dtype": "bfloat16_remainder", "state_dtype": "int8"}):
-                flags = Flags.of(vars(Flags(bucket_mb=0.0002, **flags)))
+                flags = Flags.of(vars(Flags(bucket_mb=0.0002, **flags)))  # which `send_to_itself` has replaced
                 model, optimizer = build_toy(flags, muon=True, freeze=False, overlap=["hidden"])
                 train(model, optimizer, dist.get_rank(), steps=3)
                 found[-1].append(weights(model))

@@ -191,12 +191,14 @@ def test_another_optimizer_class_is_named_and_its_state_is_counted(copy, tmp_pat
     (folder / "zero" / "build.py").write_text(text)
     sizes = "--n_layer=4", "--n_head=4", "--n_embd=128", "--block_size=64", "--max_iters=3"  # those of `make train`
     for flag, line in {
-        "--use_zero1=False": ", 3.2 MB of state, ",
-        "--state_dtype=int8": "; plain SignMomentum would hold 3.2 MB of state on each rank",
+        "--use_zero1=False": "Using plain SignMomentum\n",
+        "--state_dtype=int8": ": SignMomentum, state in int8 between updates\n",
     }.items():
         out = folder / flag
         process = run_copy(folder, "train.py", *TRAIN, *sizes, flag, "--log_interval=1", f"--out_dir={out}", ranks=2)
-        assert "WARNING" not in process.succeeded(line).stdout
+        printed = process.succeeded(line).stdout
+        assert "WARNING" not in printed
+        assert "3.2 MB of state" in printed, "without sharding"
         assert "| settings | optimizer=SignMomentum, " in (out / "report.md").read_text()
         known = {key: value for event in events_of(out) for key, value in event.items()}
         assert known["memory/predicted_state_mb"] == pytest.approx(known["memory/measured_state_mb"], rel=0.001)

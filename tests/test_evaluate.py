@@ -197,8 +197,8 @@ def test_ranks_that_differ_are_refused(trained, tmp_path):
     write_hellaswag(tmp_path / "data" / "hellaswag.jsonl", 50, lambda generator, length: "a" * length)
     both = ["--tasks=val,hellaswag", f"--out_dir={out}", "--device=cpu", "--hellaswag=hellaswag.jsonl"]
     for fault, message in (
-        ((faults.add_arguments, "--batch_size=1"), "rank 0 has batch_size=8, rank 1 has batch_size=1"),
-        ((faults.add_arguments, f"--dataset={tmp_path / 'data'}"), "rank 0 has val.bin="),
-        ((os.chdir, tmp_path / "data"), "rank 0 has hellaswag=checksum "),
+        ((faults.add_arguments, "--batch_size=1"), "rank 1: batch_size is 1, but 8 on rank 0; "),
+        ((faults.add_arguments, f"--dataset={tmp_path / 'data'}"), "rank 1: val.bin is "),
+        ((os.chdir, tmp_path / "data"), "rank 1: hellaswag is checksum "),
     ):
         run("evaluate.py", *both, cwd=folder, ranks=2, before=partial(faults.on_last_rank, *fault)).refusal(message)

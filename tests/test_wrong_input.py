@@ -100,8 +100,8 @@ def test_mistakes_of_one_process_have_exit_code_2(data, tmp_path):
 REFUSED = {  # more arguments of the last rank, and the line that is printed; DATA is another dataset
     "other settings": (
         ["--backend=gloo", "--param_dtype=bfloat16", "--seed=7"],
-        "rank 2: param_dtype is bfloat16, on rank 0 auto; backend is gloo, on rank 0 auto; "
-        "dtype is bfloat16, on rank 0 float32; 1 more differ; start all ranks with the same settings",
+        "rank 2: param_dtype is bfloat16, but auto on rank 0; backend is gloo, but auto on rank 0; "
+        "dtype is bfloat16, but float32 on rank 0; 1 more differ; start all ranks with the same settings",
     ),
     "another dataset": (["--dataset=DATA"], "rank 2: train.bin is 4000 tokens with checksum "),
 }
@@ -134,9 +134,9 @@ def differing():
 def test_another_source_file_another_model_and_other_data():
     *others, (code, data, model) = run_ranks(differing, 3)
     assert others == [[f"rank 2: {told}" for told in (code, data, model)]] * 2
-    assert code.startswith("zero/layout.py is changed, on rank 0 ")
-    assert data.startswith("val.bin is new, on rank 0 absent; ")
-    assert model.startswith("transformer.wte.weight is (29, 32) torch.float16, on rank 0 (29, 32) torch.float32; ")
+    assert code.startswith("zero/layout.py is changed, but ")
+    assert data.startswith("val.bin is new, but absent on rank 0; ")
+    assert model.startswith("transformer.wte.weight is (29, 32) torch.float16, but (29, 32) torch.float32 on rank 0; ")
 
 
 def printed_commands():

@@ -84,7 +84,7 @@ class ShardedDataParallel(nn.Module):
             for part in module.modules():
                 part.register_state_dict_pre_hook(_Hook(lambda *_: optimizer.synchronize()))
                 part.register_load_state_dict_pre_hook(_Hook(self._before_loading))
-                part.register_load_state_dict_post_hook(_Hook(lambda of, _: self._placed.expect_versions(self._loaded.pop(of))))
+                part.register_load_state_dict_post_hook(_Hook(self._after_loading))
         if overlaps:
             self._install_waits(units)
 
@@ -193,6 +193,9 @@ class ShardedDataParallel(nn.Module):
                 self.optimizer.set_parameter(param, value.view(param.shape))
                 self._loaded[module].append(param)
                 state_dict[prefix + name] = param.detach()  # as it was rounded; torch has made its own copy of the dict
+
+    def _after_loading(self, module: nn.Module, _: Any) -> None:
+        self._placed.expect_versions(self._loaded.pop(module))
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:

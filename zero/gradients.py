@@ -66,7 +66,7 @@ class ParameterGradients(GradientSource):
         if comm.world_size == 1:
             return
         self._checked += 1
-        norms = [-1.0 if param.grad is None else self._norm(param.grad) for param in params]
+        norms = [-1.0 if param.grad is None else self._norm(param.grad) for param in params]  # -1: no gradient
         remedy = "average the gradients over all ranks before step, where a rank without one counts as zero"
         for param, (least, largest) in zip(params, extremes(norms, comm.group), strict=True):
             if largest >= 0 and largest - least > TOLERANCE * largest:

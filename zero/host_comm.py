@@ -21,8 +21,7 @@ def _is_alone(group: Any) -> bool:
 def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a process group of the same ranks that sends from main memory.
 
-    This is `group` itself if its backend is gloo or fake, or there is one rank; otherwise a new gloo group. The first call must
-    be on all ranks.
+    This is `group` itself if it has one rank, or gloo or fake as its backend, otherwise a new one. First call it on all ranks.
     """
     return group if _is_alone(group) or dist.get_backend(group) in ("gloo", "fake") else _gloo_group(group or dist.group.WORLD)
 
@@ -104,7 +103,7 @@ def check_same_on_all_ranks(
 
     def compare() -> None:
         values = {name: (str(facts.get(name, "absent")), str(expected.get(name, "absent"))) for name in expected | facts}
-        differ = [f"{name} is {own}, on rank 0 {its}" for name, (own, its) in values.items() if own != its]
+        differ = [f"{name} is {own}, but {its} on rank 0" for name, (own, its) in values.items() if own != its]
         if differ:
             more = [f"{len(differ) - 3} more differ"] if len(differ) > 3 else []
             raise ValueError("; ".join([*differ[:3], *more, remedy]))

@@ -98,7 +98,7 @@ class DividedState(DividedOptimizer):
         Needs to be called on all ranks. Raises RuntimeError if one is missing, and as `zero.checkpoint.consolidate` does.
         """
         meet(self.comm.group)
-        check_same_on_all_ranks({"to": to}, self.comm.group, "name one rank on all ranks")
+        check_same_on_all_ranks({"to": repr(to)}, self.comm.group, "name one rank on all ranks")
         if to not in range(self.comm.world_size):
             raise ValueError(f"to={to} is not one of the ranks 0 to {self.comm.world_size - 1}")
         whole = consolidate(self, to)

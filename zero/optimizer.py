@@ -90,10 +90,8 @@ class ShardedOptimizer(DividedState):
         self.comm = process_group if isinstance(process_group, Communicator) else Communicator(process_group, self.options)
         self.make_inner = partial(optimizer_cls, **kwargs)  # from groups of slices
         self._new_placement = partial(Placement, self.comm, list(registration_order or ()), device, autocast or {})
-        self.placed: Placement
         self.source: GradientSource  # ParameterGradients, until ShardedDataParallel replaces it by its Reducer
         self.overlaps = False  # whether forward waits for the all-gathers, in place of `step`; ShardedDataParallel sets it
-        self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
         self.entries = DividedEntries(self)
         self._build()

@@ -83,8 +83,7 @@ class BucketGradients:
         if self.reduction is None:
             return
         reduction, self.reduction = self.reduction, None
-        # of an earlier backward of this step: all replicas hold the sum, and only the first one may bring it into the next
-        if self.all_reduce is not None:
+        if self.all_reduce is not None:  # of an earlier backward: only one replica may bring its sum into the next all-reduce
             assert self.shard is not None
             self.wait_for_all_reduce()
             if self.comm.replica > 0:

@@ -26,7 +26,7 @@ class Partition:
     plan: Plan
     rank: int  # of this process, among the ranks that share the state
     process_group: dist.ProcessGroup | None  # the ranks that share the state; ALONE without sharding
-    everyone: dist.ProcessGroup | None  # all ranks, also those of other replicas
+    everyone: dist.ProcessGroup | None  # all ranks, also those of other replicas; ALONE without sharding
     owned: Sequence[OwnedSlice]  # the parameters of `inner`: this rank's slices, in the order of `plan.slices`
     replica: int = 0  # index of the replica of this process; without sharding, each process has one, as rank 0 of 1
 
@@ -53,12 +53,19 @@ class DividedOptimizer(torch.optim.Optimizer):
         """Make the state ready to be saved or restored. Needs to be called on all ranks."""
 
 
-def partition(optimizer: torch.optim.Optimizer) -> Partition:
-    """Return the partition of a ShardedOptimizer or ZeroRedundancyOptimizer; any other optimizer holds the whole state."""
+def partition(optimizer: torch.optim.Optimizer, settle: bool = False) -> Partition:
+    """Return the partition of a ShardedOptimizer or ZeroRedundancyOptimizer; any other optimizer holds the whole state.
+
+    `settle`: make the state ready to be saved or restored before that. Then it needs to be called on all ranks.
+    """
     if isinstance(optimizer, DividedOptimizer):
+        if settle:
+            optimizer.settle()
         return optimizer.partition()
     params, specs = parameters(optimizer), parameter_specs(optimizer.param_groups)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if settle:
+            meet(optimizer.process_group)
         groups_of_ranks = optimizer._partition_parameters()  # type: ignore[attr-defined]  # not in torch's stubs
         plan, rank, replica = _whole_parameters(groups_of_ranks, params, specs), optimizer.rank, 0
         inner, group, everyone = optimizer.optim, optimizer.process_group, optimizer.process_group
@@ -92,15 +99,6 @@ def _whole_parameters(
     return Plan(tuple(specs), len(assigned), assigned=assigned)
 
 
-def settled_partition(optimizer: torch.optim.Optimizer) -> Partition:
-    """Wait for all ranks and all-gathers if state is sharded. Return the partition. Needs to be called on all ranks."""
-    if isinstance(optimizer, DividedOptimizer):
-        optimizer.settle()
-    elif isinstance(optimizer, ZeroRedundancyOptimizer):
-        meet(optimizer.process_group)
-    return partition(optimizer)
-
-
 def taken_over(optimizer: torch.optim.Optimizer, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the groups of an optimizer, and the arguments that make another one of its class, with `kwargs` in their place.
 
@@ -109,9 +107,7 @@ def taken_over(optimizer: torch.optim.Optimizer, kwargs: dict[str, Any]) -> tupl
     name, arguments = type(optimizer).__name__, {**optimizer.defaults, **kwargs}
     accepted = inspect.signature(type(optimizer)).parameters
     if unknown := [str(argument) for key, argument in accepted.items() if key not in ("params", *arguments)]:
-        raise ValueError(
-            f"{name} does not keep {', '.join(unknown)} in its defaults; give ShardedOptimizer the class and groups"
-        )
+        raise ValueError(f"{name} does not keep {', '.join(unknown)} in its defaults; give ShardedOptimizer class and groups")
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     if hooks or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise ValueError(f"{name} has a scheduler or hooks, which would stay with it; make these after ShardedOptimizer")

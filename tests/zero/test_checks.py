@@ -137,14 +137,15 @@ def a_learning_rate():
         assert (weight.dtype, weight.data_ptr()) == (torch.float32, address)
 
 
-def a_gradient_on_one_rank(optimizer_cls, **group):
+def a_gradient_on_one_rank(optimizer_cls, good_steps=0, **group):
     """Without the wrapper, gradients are averaged by hand."""
     module = nn.Linear(8, 8, bias=False)
     optimizer = ShardedOptimizer([{"params": module.parameters(), **group}], optimizer_cls)
-    if dist.get_rank() == 0:
-        module.weight.grad = torch.ones(8, 8)
-    yield
-    optimizer.step()
+    for step in range(good_steps + 1):
+        module.weight.grad = torch.ones(8, 8) if step < good_steps or dist.get_rank() == 0 else None
+        if step == good_steps:
+            yield
+        optimizer.step()
 
 
 def gradients_that_nobody_averaged(good_steps):
@@ -224,7 +225,7 @@ CONSTRUCTION = {  # ValueError
     ],
     "not torch.bfloat16 to torch.int32": [cast_by_autocast(torch.bfloat16, torch.int32)],
     "not torch.float64 to torch.bfloat16": [cast_by_autocast(torch.float64, torch.bfloat16)],
-    r"parameter 0 is .*, torch.bfloat16\), on rank 0 .*; build the same model on all ranks": [
+    r"parameter 0 is .*, torch.bfloat16\), but .* on rank 0; build the same model on all ranks": [
         cast_by_autocast(torch.float32, torch.bfloat16, rank=1)
     ],
     r"norm_type=.* must be positive": [
@@ -233,7 +234,7 @@ CONSTRUCTION = {  # ValueError
     "name one rank on all ranks": [lambda: wrap(net())[1].consolidate_state_dict(dist.get_rank())],
     "this state dict has no state": [lambda: wrap(net())[1].load_state_dict(None)],
     # -- what is wrapped
-    " on rank 0 .*; build the same model on all ranks": [wrapped(change, rank=1) for change in DIFFERS],
+    "but .* on rank 0; .*build the same model on all ranks": [wrapped(change, rank=1) for change in DIFFERS],
     "mask is on the meta device": [wrapped(lambda module: module.register_buffer("mask", torch.ones(2, device="meta")))],
     r"0\.weight": [wrapped(lambda module: setattr(module, "_ddp_params_and_buffers_to_ignore", ["0.weight"]))],
     "in shared memory": [wrapped(lambda module: module.share_memory())],
@@ -268,7 +269,7 @@ USE = {  # RuntimeError
     "build the optimizer after": [before_a_step_alone(lambda module: module.double())],
     "modified by an inplace operation": [partial(a_second_backward_after_the_step, is_wrapped) for is_wrapped in (True, False)],
     "sparse=False": [partial(a_sparse_gradient, is_wrapped) for is_wrapped in (True, False)],
-    "on some ranks only": [partial(a_gradient_on_one_rank, SGD), partial(a_gradient_on_one_rank, Muon, matrices=1)],
+    "on some ranks only": [partial(a_gradient_on_one_rank, SGD, 2), partial(a_gradient_on_one_rank, Muon, matrices=1)],
     r"the gradient of a parameter of shape .* on one rank, .*average the gradients": [
         partial(gradients_that_nobody_averaged, 0),
         partial(gradients_that_nobody_averaged, 1),

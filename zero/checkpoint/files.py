@@ -22,9 +22,8 @@ def reading(path: str) -> Iterator[None]:
             rule = "a checkpoint holds tensors and plain values only, so none of its code was run"
             raise CheckpointError(f"{path} asks for {refused[1]}; {rule}") from error
         lines = [line for line in str(error).splitlines() if line and not line.startswith("Weights only load failed")]
-        raise CheckpointError(
-            f"{path} is damaged, or not a checkpoint: {lines[0] if lines else type(error).__name__}"
-        ) from error
+        reason = lines[0] if lines else type(error).__name__
+        raise CheckpointError(f"{path} is damaged, or not a checkpoint: {reason}") from error
 
 
 @contextmanager

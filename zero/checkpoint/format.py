@@ -114,7 +114,7 @@ def load_on_all_ranks(path: str, load: Callable[[str], dict[str, Any]] = load) -
             if own and of_rank_0 and own != of_rank_0:
                 verify(path)  # a copy may be damaged
                 if own[0] != of_rank_0[0]:
-                    raise CheckpointError(f"{path} is another file")
+                    raise CheckpointError(f"{path} is another file than that of rank 0")
             return load(path)
         except CheckpointError as error:
             if own == of_rank_0:

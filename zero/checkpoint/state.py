@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_structure
 from zero.buckets import OwnedSlice
 from zero.checks import ENTRIES
 from zero.codecs import Encoded
-from zero.host_comm import check_same_on_all_ranks, cpu_group, gather_objects, on_all_ranks, received, send
+from zero.host_comm import cpu_group, gather_objects, on_all_ranks, received, send
 from zero.muon import Muon
-from zero.sharded_state import DividedOptimizer, Partition, hyperparameters, parameters, settled_partition
+from zero.sharded_state import DividedOptimizer, Partition, hyperparameters, parameters, partition
 from zero.tensors import flattened, is_dense, shaped
 
 # these say how this machine computes the update: taken from the running optimizer, never from a file
@@ -167,30 +167,35 @@ def snapshot(
 
     `group`: of all ranks, will send from main memory. Default: that of the optimizer.
 
-    Raises the errors of `consolidate`, and ValueError if the ranks have different models.
+    Raises the errors of `consolidate`, and CheckpointError if the ranks have different models.
     """
-    partition = settled_partition(optimizer)
-    replica, receiver = divmod(to, partition.plan.world_size)
-    receives = (partition.replica, partition.rank) == (replica, receiver)
-    take = partial(parts_of_rank, partition, model, with_state, receives)
-    weights, outlines, own = on_all_ranks(take, partition.everyone, CheckpointError)
-    shapes = {} if model is None else {name: tuple(param.shape) for name, param in model.named_parameters()}
-    check_same_on_all_ranks(shapes, partition.everyone, "save the same model on all ranks")
-    gathered = gather_objects((outlines, [(part.name, part.start, part.numel) for part in own]), partition.process_group)
+    divided = partition(optimizer, settle=True)
+    replica, receiver = divmod(to, divided.plan.world_size)
+    receives = (divided.replica, divided.rank) == (replica, receiver)
+    take = partial(parts_of_rank, divided, model, with_state, receives)
+    weights, outlines, own = on_all_ranks(take, divided.everyone, CheckpointError)
+    gathered = gather_objects((outlines, [(part.name, part.start, part.numel) for part in own]), divided.process_group)
     of_slices, ranges_of_ranks = zip(*gathered, strict=True)
 
     def make() -> Snapshot:
-        state = {"state": _merged(partition, of_slices), "param_groups": _copied(packed_groups(optimizer))}
-        if partition.replica != replica:
-            return Snapshot(None, [], [], to, None, group or partition.everyone)
+        state = {"state": _merged(divided, of_slices), "param_groups": _copied(packed_groups(optimizer))}
+        if divided.replica != replica:
+            return Snapshot(None, [], [], to, None, group or divided.everyone)
         whole = {**weights, "optimizer": state} if with_state else weights
-        tensors, ranked = outlined(whole), zip(partition.ranks, ranges_of_ranks, strict=True)
+        tensors, ranked = outlined(whole), zip(divided.ranks, ranges_of_ranks, strict=True)
         sources = sorted((*range_, rank) for rank, ranges in ranked for range_ in ranges)
+        expected, held = Counter({name: tensor.numel() for name, tensor in tensors.items()}), Counter[str]()
+        for name, _, numel, _ in sources:
+            held[name] += numel
+        for name in expected | held if receives else ():  # a copy of the model, for example, has no masters
+            if expected[name] != held[name]:
+                sizes = f"{expected[name]} elements on rank {to}, but the ranks hold {held[name]}"
+                raise CheckpointError(f"{name} has {sizes}; save the same model on all ranks")
         in_order = [(tensors[name], numel, rank) for name, _, numel, rank in sources if receives]
-        groups = (group, group) if group is not None else (cpu_group(partition.process_group), partition.everyone)
-        return Snapshot(whole if receives else None, own, in_order, partition.ranks[receiver], *groups)
+        groups = (group, group) if group is not None else (cpu_group(divided.process_group), divided.everyone)
+        return Snapshot(whole if receives else None, own, in_order, divided.ranks[receiver], *groups)
 
-    return on_all_ranks(make, partition.everyone, CheckpointError)
+    return on_all_ranks(make, divided.everyone, CheckpointError)
 
 
 def parts_of_rank(
@@ -214,10 +219,10 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
     """
     if state_dict is None:
         raise CheckpointError("state_dict is None; save what `consolidate` returns on one rank, and load that on all ranks")
-    partition = settled_partition(optimizer)
+    divided = partition(optimizer, settle=True)
     saved = state_dict["state"]
     _check_groups(state_dict["param_groups"], optimizer)
-    _check_state(saved, partition)
+    _check_state(saved, divided)
 
     def own(owned: OwnedSlice, value: Any) -> Any:
         """Return the part of a leaf that belongs to a slice."""
@@ -225,15 +230,15 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
             return _copied(value)
         return shaped(flattened(value, owned.param)[owned.start : owned.stop].clone(), owned.local)
 
-    in_saved = [(position, owned) for position, owned in enumerate(partition.owned) if owned.number in saved]
+    in_saved = [(position, owned) for position, owned in enumerate(divided.owned) if owned.number in saved]
     states = {position: tree_map(partial(own, owned), saved[owned.number]) for position, owned in in_saved}
-    inner_groups = packed_groups(partition.inner)
+    inner_groups = packed_groups(divided.inner)
     for its_group, group, inner_group in zip(state_dict["param_groups"], optimizer.param_groups, inner_groups, strict=True):
         for key, value in hyperparameters(its_group).items():
             if key not in _MACHINE_FLAGS:
                 ours = group.get(key)
                 group[key] = inner_group[key] = _copied(value, ours.device if isinstance(ours, torch.Tensor) else "cpu")
-    partition.inner.load_state_dict({"state": states, "param_groups": inner_groups})
+    divided.inner.load_state_dict({"state": states, "param_groups": inner_groups})
     if isinstance(optimizer, DividedOptimizer):
         optimizer.has_state, optimizer.consolidated = bool(saved), None
 

@@ -94,13 +94,14 @@ def weights_that_freeze_and_thaw(folder):
 
 
 def models_that_differ():
-    """Rank 1 passes another module, without the weight that both ranks divide."""
+    """One rank passes a copy, which has no masters, or another module, without the weight that both ranks divide."""
     module = torch.nn.Linear(8, 8)
     optimizer = divide(module, torch.optim.AdamW, param_dtype="bfloat16")
-    passed = module if dist.get_rank() == 0 else torch.nn.Sequential(module)
-    for save in (ckpt.model_state_dict, everything):
-        with pytest.raises(ValueError, match=r"weight is (absent|\(8, 8\)), on rank 0 .*; save the same model on all ranks"):
-            save(passed, optimizer)
+    for of_rank, other in ((0, copy.deepcopy(module)), (1, copy.deepcopy(module)), (1, torch.nn.Sequential(module))):
+        passed = other if dist.get_rank() == of_rank else module
+        for save in (ckpt.model_state_dict, everything):
+            with pytest.raises(ckpt.CheckpointError, match=r"weight has .* on rank 0, but the ranks hold .*; save the same"):
+                save(passed, optimizer)
 
 
 SHAPES = ((17,), (), (1,), (1, 1), (4, 5))  # on two ranks, rank 0 has the last element of the first, rank 1 the others

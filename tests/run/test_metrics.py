@@ -1,4 +1,4 @@
-"""run/metrics.py, memory_meter.py, profiling.py: the same keys for every implementation, known figures, predictions, traces."""
+"""run/meter.py, communication.py, memory_meter.py, profiling.py: the same keys for every implementation, known figures, traces."""
 
 import gzip
 import json
@@ -185,9 +185,10 @@ def test_run_json_has_the_settings_and_what_the_run_runs_on(events):
         assert facts["git_commit"] is None or len(facts["git_commit"].removesuffix("-dirty")) == 40
 
 
-def test_the_rank_that_computes_longest_is_named(data, tmp_path):
+@pytest.mark.parametrize("name", HOW)
+def test_the_rank_that_computes_longest_is_named_and_the_other_waits(data, tmp_path, name):
     slow = partial(faults.measure_every, 1, faults.on_last_rank, faults.takes_longer, "model:GPT.forward", 0.1)
-    run(*training(tmp_path, data, "--max_iters=1", "--eval_iters=1"), ranks=2, before=slow).succeeded()
+    run(*training(tmp_path, data, "--max_iters=1", "--eval_iters=1", *HOW[name]), ranks=2, before=slow).succeeded()
     lines = iterations(events_of(tmp_path))
     assert [event["time/slowest_rank"] for event in lines] == [1] * 2
     waits = "time/rank_spread_ms", "comm/exposed_ms"  # of rank 0, in three micro-steps of 0.1 s more

@@ -104,7 +104,9 @@ def test_the_end_of_a_run_is_saved_and_goes_on_bit_for_bit(data, tmp_path, ranks
     assert (torch_load(out)["iter_num"], torch_load(out)["data_position"]) == (4, 4 * 4)
     assert not (out / "ckpt_prev.pt").exists()
     train(out, data, *flags, "--max_iters=6", "--init_from=resume", ranks=ranks)
-    train(whole, data, *flags, "--max_iters=6", ranks=ranks)
+    watched = partial(run, before=faults.print_checkpointed_blocks)
+    _, _, printed = train(whole, data, *flags, "--max_iters=6", ranks=ranks, run=watched)
+    assert ("keeps only its input" in printed) == ("--activation_checkpointing=True" in flags)
     resumed, expected = torch_load(out), torch_load(whole)
     assert resumed["iter_num"] == expected["iter_num"] == 7
     for key in ("model", "optimizer"):

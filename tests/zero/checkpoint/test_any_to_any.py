@@ -89,8 +89,10 @@ def save(modes, root, references):
         folder = folder_of(root, place)
         os.makedirs(folder, exist_ok=True)
         writer = CheckpointWriter(folder, background=dist.get_world_size() % 2 == 0)
-        writer.write(module, optimizer, VALUES)
-        writer.wait()
+        with mock.patch.object(dist, "recv", wraps=dist.recv) as receive:
+            writer.write(module, optimizer, VALUES)
+            writer.wait()
+        assert all(call.args[0].nbytes <= 100 for call in receive.call_args_list)
         assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
         if dist.get_rank() == 0 and tolerance(place) == 0:
             held = ckpt.load(f"{folder}/ckpt.pt")

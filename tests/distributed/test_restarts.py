@@ -25,16 +25,24 @@ LONG = ["--max_iters=100000", "--eval_interval=100000", "--dist_timeout_s=2"]
 
 
 def test_auto_starts_from_scratch_and_then_resumes(data, tmp_path):
+    """From the newest checkpoint that is not damaged; where all are, it never starts from scratch silently."""
     flags = FEW, "--init_from=auto", "--eval_interval=3"
     _, _, first = train(tmp_path, data, *flags, "--max_iters=4")
     losses, _, second = train(tmp_path, data, *flags, "--max_iters=7", ranks=2)
     for begun in ("from scratch", "Resuming"):
         assert (begun in first, begun in second) == (begun == "from scratch", begun == "Resuming")
     assert sorted(losses) == list(range(8))
-    names, metrics = ("ckpt.pt", "ckpt_prev.pt"), (tmp_path / "metrics.jsonl").read_bytes()
+    names, whole = ("ckpt.pt", "ckpt_prev.pt"), (tmp_path / "ckpt.pt").read_bytes()
+    middle = len(whole) // 2
+    (tmp_path / "ckpt.pt").write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
+    _, _, third = train(tmp_path, data, *flags, "--max_iters=8", "--eval_interval=20", "--async_save=True", ranks=2)
+    assert re.search(r"WARNING: \S+ckpt\.pt is damaged.*; resuming from \S+ckpt_prev\.pt", third)
+    assert "at iteration 6:" in third
+    assert [torch_load(tmp_path, name)["iter_num"] for name in names] == [9, 6], "no damaged one has taken its place"
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
     for name in names:
         (tmp_path / name).write_bytes(b"damaged")
-    refused = run(*training(tmp_path, data, *flags), ranks=2)  # never silently from scratch
+    refused = run(*training(tmp_path, data, *flags), ranks=2)
     refused.refusal(*(f"{name} is damaged, or not a checkpoint" for name in names))
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 

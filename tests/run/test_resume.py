@@ -82,20 +82,6 @@ def test_a_checkpoint_of_nanogpt_is_resumed_and_sampled(data, runs, tmp_path):
     assert "| time |" not in (tmp_path / "report.md").read_text(), "the wall time of its first part is not known"
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(data, tmp_path):
-    few = FEW, "--max_iters=12"
-    train(tmp_path, data, *few, "--keep_checkpoints=1", "--async_save=True", ranks=2)
-    assert sorted(name for name in os.listdir(tmp_path) if "ckpt" in name) == ["ckpt.pt", "ckpt_00000013.pt", "ckpt_prev.pt"]
-    whole = (tmp_path / "ckpt.pt").read_bytes()
-    middle = len(whole) // 2
-    (tmp_path / "ckpt.pt").write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
-    _, _, printed = train(tmp_path, data, *few, "--init_from=resume", "--eval_interval=20", ranks=2)
-    assert re.search(r"WARNING: \S+ckpt\.pt is damaged.*; resuming from \S+ckpt_prev\.pt", printed)
-    assert "at iteration 10:" in printed
-    assert torch_load(tmp_path)["iter_num"] == 13
-    assert torch_load(tmp_path, "ckpt_prev.pt")["iter_num"] == 10, "no damaged one has taken its place"
-
-
 @pytest.mark.parametrize(("ranks", "flags"), [(2, ["--dtype=float32"]), (0, [*SAVING_MEMORY, "--optimizer=muon"])])
 def test_the_end_of_a_run_is_saved_and_goes_on_bit_for_bit(data, tmp_path, ranks, flags):
     out, whole = tmp_path / "out", tmp_path / "whole"

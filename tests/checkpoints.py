@@ -6,7 +6,6 @@ import torch
 from toy import make_toy, train
 
 from run.checkpoint_writer import CheckpointWriter
-from zero import checkpoint as ckpt
 
 CHECKPOINT = {
     "model": {"weight": torch.arange(3000.0), "tied": torch.ones(7)},
@@ -51,12 +50,6 @@ def save_alone(folder, *at, **writer):
         own = CheckpointWriter(str(folder), **writer)
         own.write(model, optimizer, {**VALUES, "iter_num": iteration})
     return model, optimizer
-
-
-def restore(optimizer, path):
-    checkpoint = ckpt.load(path)
-    ckpt.restore(optimizer, checkpoint["optimizer"])
-    return checkpoint
 
 
 def damaged(whole, rng, count):

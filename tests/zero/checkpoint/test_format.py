@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import CHECKPOINT, VALUES, restore, save_alone
+from checkpoints import CHECKPOINT, VALUES, save_alone
 from ranks import run_in_turn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from toy import assert_equal, make_toy, refused, train
@@ -155,7 +155,7 @@ def rows_and_columns(folder):
     for model, optimizer in ((toy, sharded), (oracle, plain)):
         train(model, optimizer, rank=0, steps=3, decay_lr=False)
     ckpt.save(f"{folder}/ckpt.pt", toy, sharded, **VALUES)
-    restore(sharded, f"{folder}/ckpt.pt")
+    ckpt.restore(sharded, ckpt.load(f"{folder}/ckpt.pt")["optimizer"])
     state = ckpt.consolidate(sharded)
     if state is not None:
         assert_equal(list(state["state"].values()), list(plain.state_dict()["state"].values()))

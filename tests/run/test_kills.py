@@ -18,7 +18,7 @@ from run.checkpoint_writer import CheckpointWriter
 from zero import checkpoint as ckpt
 
 STEPS, KILLS = 16, 5
-MANY = pytest.mark.slow("50 kills with either optimizer; the default has four", seconds=100)
+MANY = pytest.mark.slow("50 kills with either optimizer; the default has four", seconds=111)
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,9 @@ def test_two_ranks_give_the_same_weights_bit_for_bit(runs):
 
 
 def test_the_console_says_what_runs(runs):
-    for name in ("sharded", "torch"):
-        assert f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}'" in runs[f"{name} unclipped"].printed
+    for name, cls in (("sharded", "ShardedOptimizer"), ("torch", "ZeroRedundancyOptimizer")):
+        line = f"\nUsing ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({cls}) over 2 ranks: AdamW\n"
+        assert line in runs[f"{name} unclipped"].printed
     assert "(ShardedOptimizer) over 1 rank in each of 2 groups: " in runs["hybrid unclipped"].printed
     idle = "; without effect on one rank: use_zero1=True"
     assert re.search(rf"^Using plain AdamW{idle}$", runs["one"].printed, re.M)

@@ -1,4 +1,4 @@
-"""run/meter.py, communication.py, memory_meter.py, profiling.py: the same keys for every implementation, known figures, traces."""
+"""run/meter.py, communication.py, memory_meter.py, profiling.py: the same keys for every implementation, figures, traces."""
 
 import gzip
 import json

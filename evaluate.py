@@ -186,6 +186,8 @@ with exit_on_wrong_input():
         examples = read_hellaswag(hellaswag, load_codec(meta, model.config.vocab_size, own_folder))
         fingerprint["hellaswag"] = f"checksum {zlib.crc32(repr(examples).encode()):08x}"
 
+if checkpoint is not None:
+    print0(f"evaluating the checkpoint of iteration {checkpoint.get('iter_num', '?')} in {out_dir}")
 own = np.zeros(6)
 with exit_on_wrong_input():
     compare_model_and_data(model, fingerprint, iter_num=checkpoint and checkpoint.get("iter_num"))

@@ -176,7 +176,7 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
     if (best := cheapest(planner, size)) is None:
         yield f"{'':7}nothing fits{wrong_tool(planner, size)}"
         return
-    how = "fastest that fits and rounds no more, as predicted" if planner.flops else "cheapest that fits"
+    how = "fastest that fits with the least rounding, as predicted" if planner.flops else "cheapest that fits"
     yield from recommended(f"the {how}", best, planner, size, amount)
     if second := cheapest(planner, size, lambda choice: PAYS_WITH(choice) != PAYS_WITH(best)):
         yield from recommended("the second choice", second, planner, size, amount)
@@ -327,7 +327,7 @@ def answer(planner: Planner, name: str, size: int) -> str:
             text += f"; --batch_size={dividing} --gradient_accumulation_steps={steps} for {kept}"
     elif find == "gpus":
         if (fewest := fewest_ranks(planner, name)) is None:
-            return "more than 1024"
+            return "none up to 1024"
         text, size = f"{fewest:5}", fewest
     else:
         if (model := largest_model(planner, name, size)) is None:

@@ -81,7 +81,9 @@ def exit_on_wrong_input() -> Iterator[None]:
         yield
     except (ValueError, OSError, ImportError) as error:
         message = str(error)
-    if message := next(filter(None, gather_objects(message)), None):
+    if found := [(rank, text) for rank, text in enumerate(gather_objects(message)) if text]:
+        rank, text = found[0]
+        message = f"rank {rank}: {text}" if rank else text
         if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():
             print_error(message, is_root_cause=True)
         finish(2)

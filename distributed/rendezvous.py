@@ -11,6 +11,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 
@@ -20,6 +21,7 @@ from distributed.exits import print_error
 from distributed.launch import Launch
 
 _MEETING_S = 600.0  # seconds within which all ranks must start
+_PATIENCE_S = 10.0  # until a line says that a rank waits
 
 
 def connect(launch: Launch) -> None:
@@ -34,11 +36,16 @@ def connect(launch: Launch) -> None:
     is_one_machine = launch.local_world_size == launch.world_size
     if is_one_machine:  # torchrun --standalone writes the name of the machine, which may have no address
         os.environ["MASTER_ADDR"] = "127.0.0.1"
+    others = f"rank {launch.rank} waits for the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}\n"
+    patience = threading.Timer(_PATIENCE_S, sys.stderr.write, [others])
+    patience.daemon = True
+    patience.start()
     timeout = datetime.timedelta(seconds=_MEETING_S)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store.delete_key("exception_dump")  # stale after a restart: NCCL ends a rank that finds it, and ignores a PrefixStore
     own = _own_address(os.environ["MASTER_ADDR"])
     store, addresses = meet(store, rank, world_size, own)
+    patience.cancel()
     # gloo would take the address of the machine's name: on many machines 127.0.1.1, which no other machine can reach
     if is_one_machine and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -79,7 +79,7 @@ def test_a_mistake_of_one_rank_is_told_once(data, tmp_path, script, message, fau
     """By rank 0 alone, because all are on one host, while the others are on their way to the next collective."""
     train = training(tmp_path / "out", data, "--sample_interval=2")
     line = train if script == "train.py" else [script, "--device=cpu", "--name="]
-    run(*line, ranks=3, before=partial(faults.on_last_rank, *fault), timeout=60).refusal(f"error: {message}")
+    run(*line, ranks=3, before=partial(faults.on_last_rank, *fault), timeout=60).refusal(f"error: rank 2: {message}")
 
 
 def test_a_parameter_without_a_gradient(data, tmp_path):

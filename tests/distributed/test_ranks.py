@@ -175,6 +175,20 @@ def test_a_rank_that_does_not_start_is_named():
         meet(dist.HashStore(), 1, 3, "", timeout_s=0.2)
 
 
+def test_a_rank_that_waits_says_where(monkeypatch, capsys):
+    def never(*_, **__):
+        time.sleep(0.2)
+        raise RuntimeError("nobody came")
+
+    for name, value in {"MASTER_ADDR": "host", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(dist, "rendezvous", never)
+    with pytest.raises(RuntimeError, match="nobody came"):
+        connect(Launch(True, 3, 1, 4, 2))
+    assert capsys.readouterr().err == "rank 3 waits for the others at host:29500\n"
+
+
 MACHINE_0 = {"host0": "127.0.1.1", "10.0.0.2": "10.0.0.1"}  # has MASTER_ADDR; its own name means loopback, as on Debian
 MACHINE_1 = {"host0": "10.0.0.2", "10.0.0.2": "10.0.0.2"}
 NAMES = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.0.0.2"}
@@ -206,7 +220,7 @@ def test_gloo_gets_an_interface(monkeypatch, local_world_size, choice, expected)
     """On one of two ranks whose store and process group are left out."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is unset again after the test
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    for name, value in {"MASTER_ADDR": "192.0.2.1", **choice}.items():
+    for name, value in {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", **choice}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)

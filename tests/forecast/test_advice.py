@@ -137,7 +137,7 @@ def test_plan_says_what_to_do(data):
     lines = plan(*small, "--world_size=2", "--gpu_memory_gb=0.00035", "--device=cuda")
     assert "does not fit in 0.00035 GB" in lines
     for said in (
-        r"^ +the fastest that fits and rounds no more, as predicted: --.*\n"
+        r"^ +the fastest that fits with the least rounding, as predicted: --.*\n"
         r" +peak .* MB \(\d+% to spare\), up to --batch_size=\d+; about ",
         r"; about [\d,]+k tokens/s and [\d.]+ \w+ for 600,000 iterations, [\d.,]+ [MB] tokens, on A100 at 33 % MFU$",
         r"^ +--batch_size=1 --gradient_accumulation_steps=12: the same global batch; ",

@@ -22,7 +22,7 @@ def _inspect(path: str) -> int:
     by = "zero.checkpoint" if "format" in checkpoint else "nanoGPT" if "model_args" in checkpoint else "another program"
     print(f"{path}: all checksums match; {os.path.getsize(path) / 1e6:.1f} MB, written by {by}")
     state = checkpoint.get("optimizer", {"state": {}})["state"]
-    print(f"{len(checkpoint['model'])} weights, optimizer state of {len(state)} parameters")
+    print(f"{len(checkpoint['model'])} weights (tied ones by each of their names), optimizer state of {len(state)} parameters")
     for key in sorted(checkpoint.keys() - {"model", "optimizer", "config", "manifest"}):  # older files have a manifest
         print(f"{key} {checkpoint[key]}")
     return 0
@@ -39,7 +39,7 @@ def _compare(path: str, other: str, tolerance: float) -> int:
         print(f"bit-identical: {counts}")
         return 0
     first, largest = different[0].largest, max(each.largest for each in different)
-    judged = "within the tolerance" if largest <= tolerance else "more than the tolerance"
+    judged = f"{'within' if largest <= tolerance else 'more than'} the tolerance of {tolerance:g}"
     steps = f" (and {largest:.3g} steps)" if largest > first else ""
     print(f"{len(different)} differ{'' if math.isinf(largest) else f' by at most {first:.3g}{steps}, {judged}'}, of {counts}:")
     for each in different[:_SHOWN]:

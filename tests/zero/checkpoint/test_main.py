@@ -18,7 +18,11 @@ def test_inspect(tmp_path, capsys):
     shown = run("zero/checkpoint/__main__.py", "inspect", str(tmp_path / "ckpt.pt")).succeeded()
     lines = shown.stdout.splitlines()
     assert re.fullmatch(rf"{tmp_path / 'ckpt.pt'}: all checksums match; 0.0 MB, written by zero.checkpoint", lines[0])
-    assert lines[1:4] == ["2 weights, optimizer state of 1 parameters", "best_val_loss 2.0", "format 1"]
+    assert lines[1:4] == [
+        "2 weights (tied ones by each of their names), optimizer state of 1 parameters",
+        "best_val_loss 2.0",
+        "format 1",
+    ]
     assert "iter_num 5" in lines
 
     def inspect(name):
@@ -102,11 +106,11 @@ def test_the_worst_comes_first_and_the_tolerance_decides(compared):
         checkpoint["optimizer"]["state"][0]["step"] += 1
 
     code, lines = compared(change)
-    said = "3 differ by at most 2, {} the tolerance, of 2 weights and 2 entries of optimizer state:"
-    assert (code, lines[0]) == (1, said.format("more than"))
+    said = "3 differ by at most 2, {} the tolerance of {}, of 2 weights and 2 entries of optimizer state:"
+    assert (code, lines[0]) == (1, said.format("more than", 0))
     assert " ".join(lines[1:]).split() == ["2", "model.tied", "0.5", "model.weight", "1", "optimizer.state.0.step"]
     code, lines = compared(change, "--tolerance=2")
-    assert (code, lines[0]) == (0, said.format("within"))
+    assert (code, lines[0]) == (0, said.format("within", 2))
     assert compared(change, "--tolerance=1.9")[0] == 1
 
 

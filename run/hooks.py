@@ -238,8 +238,7 @@ class Run:
             self.log.warn("not saved for this evaluation: the loss or the last gradients are not finite")
             return
         if is_best := losses["val"] < self.state.best_val_loss:
-            self._best_at = self.state.iter_num
-        self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
+            self._best_at, self.state.best_val_loss = self.state.iter_num, losses["val"]
         self._reached = is_reached(self.config, losses["val"])
         due = self.checkpoints.action_due(self.state.iter_num, is_end=self._reached)  # perhaps before the first iteration
         if (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter:

@@ -39,7 +39,8 @@ def connect(launch: Launch) -> None:
     others = f"rank {launch.rank} waits for the others at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}\n"
     patience = threading.Timer(_PATIENCE_S, sys.stderr.write, [others])
     patience.daemon = True
-    patience.start()
+    if launch.local_rank == 0:  # a line of each machine
+        patience.start()
     timeout = datetime.timedelta(seconds=_MEETING_S)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store.delete_key("exception_dump")  # stale after a restart: NCCL ends a rank that finds it, and ignores a PrefixStore

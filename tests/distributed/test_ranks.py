@@ -185,7 +185,7 @@ def test_a_rank_that_waits_says_where(monkeypatch, capsys):
     monkeypatch.setattr(rendezvous, "_PATIENCE_S", 0.01)
     monkeypatch.setattr(dist, "rendezvous", never)
     with pytest.raises(RuntimeError, match="nobody came"):
-        connect(Launch(True, 3, 1, 4, 2))
+        connect(Launch(True, 3, 0, 4, 1))
     assert capsys.readouterr().err == "rank 3 waits for the others at host:29500\n"
 
 

@@ -105,8 +105,8 @@ def check_same_on_all_ranks(
         values = {name: (str(facts.get(name, "absent")), str(expected.get(name, "absent"))) for name in expected | facts}
         differ = [f"{name} is {own}, but {its} on rank 0" for name, (own, its) in values.items() if own != its]
         if differ:
-            more = [f"{len(differ) - 3} more differ"] if len(differ) > 3 else []
-            raise ValueError("; ".join([*differ[:3], *more, remedy]))
+            shown, more = differ[:3], differ[3:]
+            raise ValueError("; ".join([*shown, *([f"{len(more)} more differ"] if more else []), remedy]))
 
     on_all_ranks(compare, group)
 
